@@ -1,0 +1,30 @@
+# torch is pinned here, and only here, so that the CPU build is taken where it is available.
+TORCH ?= torch==2.13.0
+PYTHON ?= python3
+VENV := .venv
+RUN := $(VENV)/bin/python
+
+.PHONY: demo test lint bench clean
+
+demo: $(VENV)/.ready  ## normalizations side by side on the digits data, about a minute
+	$(RUN) examples/digits.py
+
+test: lint  ## lint, types, all tests
+	$(RUN) -m pytest
+
+lint: $(VENV)/.ready
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy
+
+bench: $(VENV)/.ready  ## cost of the layers against nn.BatchNorm2d
+	MALLOC_MMAP_THRESHOLD_=268435456 MALLOC_TRIM_THRESHOLD_=536870912 $(RUN) benchmarks/layer_cost.py
+
+clean:
+	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install --quiet --disable-pip-version-check $(TORCH) -e ".[dev]"
+	touch $@

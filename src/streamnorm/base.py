@@ -1,0 +1,262 @@
+"""What all norms share: their statistic, gain and bias, and the checks at the door."""
+
+from collections.abc import Sequence
+from math import isfinite, prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .dispatch import Call, Statistic, apply
+from .moments import Moments
+from .normref import CODES, NormRef, resolve
+
+Device = torch.device | str | int | None
+
+
+class Norm(nn.Module):
+    """Base of the public norms, never used by itself."""
+
+    _paused = 0  # depth of `paused` contexts
+
+    def __init__(
+        self,
+        num_features: int,
+        *,
+        ref: str | NormRef,
+        p: float,
+        center: str,
+        eps: float,
+        affine: bool,
+        channel_dim: int,
+        device: Device,
+        dtype: torch.dtype | None,
+    ) -> None:
+        super().__init__()
+        check_count("num_features", num_features)
+        if not (is_number(p) and p >= 1):
+            raise ValueError(f"p={p!r}: the order of the moment must be a finite number of at least 1")
+        if not (is_number(eps) and eps >= 0):
+            raise ValueError(f"eps={eps!r}: must be a finite number of at least 0")
+        if center not in ("mean", "running", "zero"):
+            raise ValueError(f'center={center!r}: use "mean" (setting A), "running" (B) or "zero" (C)')
+        check_channel_dim(channel_dim)
+        self.num_features = num_features
+        self.ref = resolve(ref)
+        self.p = float(p)
+        self.center = center
+        self.eps = float(eps)
+        self.affine = bool(affine)
+        self.channel_dim = channel_dim
+        pooled = num_features if self.ref.channels == "all" else 1
+        if center == "mean" and not self.ref.samples and self.ref.space == 1 and pooled == 1:
+            raise ValueError(
+                f"{self.ref} with num_features={num_features} has one element per statistic, from which "
+                'center="mean" leaves nothing: use center="zero", or a larger reference'
+            )
+        self.weight: nn.Parameter | None = None
+        self.bias: nn.Parameter | None = None
+        if affine:
+            self.weight, self.bias = new_affine(num_features, device, dtype)
+
+    @property
+    def statistic(self) -> Statistic:
+        """What S depends on but the data."""
+        return Statistic(self.ref, self.p, self.center, self.eps)
+
+    def reset_parameters(self) -> None:
+        """Gain 1, bias 0."""
+        reset_affine(self.weight, self.bias)
+
+    def enter(self, x: Tensor, mask: Tensor | None, collects: bool) -> tuple[Tensor, Tensor | None]:
+        """Check a call and give its input as `(N, C, *space)` and its mask as `(N, 1, *space)`."""
+        x = channels_second(x, self.num_features, self.channel_dim)
+        if mask is not None:
+            mask = mask_over_channels(mask, x)
+        if collects:
+            fewest = self.ref.elements(x.shape)[0] if x.numel() else 0
+            if fewest == 0:
+                raise ValueError(f"input of shape {tuple(x.shape)} is empty: statistics need at least one element")
+            if fewest == 1 and self.center == "mean":
+                raise ValueError(
+                    f"input of shape {tuple(x.shape)} has one element per statistic ({self.ref}), from which "
+                    'center="mean" leaves nothing: use StreamingNorm with center="running", or larger batches'
+                )
+        return x, mask
+
+    def leave(self, y: Tensor) -> Tensor:
+        """Undo the change of layout of `enter`."""
+        return y if self.channel_dim == 1 else y.movedim(1, -1)
+
+    def normalize_by_own(self, x: Tensor, own: Moments, mask: Tensor | None) -> Tensor:
+        """N(x, S(x)), differentiated exactly: sample and batch normalization."""
+        call = Call(self.statistic, own, own.mean, own.sigma, mask, lambda mean, sigma: (mean, sigma))
+        return self.leave(apply(x, self.weight, self.bias, call))
+
+    def view(self, statistic: Tensor, x: Tensor) -> Tensor:
+        """A stored statistic, shaped to broadcast against the input; a scalar (nothing stored yet) stays one."""
+        shape = (1, *self.ref.kept_shape(x.shape)[1:])
+        return statistic.reshape(shape) if statistic.numel() == prod(shape) else statistic
+
+    def statistic_shape(self, x: Tensor) -> tuple[int, ...]:
+        """Shape of a stored statistic for this input."""
+        return self.ref.statistic_shape(self.num_features, tuple(x.shape[2:]))
+
+    def initial_shape(self) -> tuple[int, ...]:
+        """Shape of a stored statistic before the first call: a scalar where it depends on the spatial size."""
+        return () if self.ref.located else self.ref.statistic_shape(self.num_features, ())
+
+    def check_space(self, stored: Tensor, x: Tensor) -> None:
+        """References with a location belong to one spatial size, that of the first training call."""
+        if stored.ndim and tuple(stored.shape) != self.statistic_shape(x):
+            bound = tuple(stored.shape[self.ref.channels == "each" :])
+            raise ValueError(
+                f"input has spatial size {tuple(x.shape[2:])}, but {self.ref} keeps statistics per location and this "
+                f"layer is bound to {bound}: call reset_running_stats() first, or use a reference without a location"
+            )
+
+    def can_hold(self, stored: Tensor, shape: torch.Size) -> bool:
+        """Whether statistics of this shape may replace the stored ones: the same, or either not bound to a size yet."""
+        if shape == stored.shape:
+            return True
+        legal = not shape or self.ref.channels == "all" or shape[0] == self.num_features
+        return self.ref.located and legal and (stored.ndim == 0 or len(shape) == 0)
+
+    def settings(self, **own: object) -> str:
+        """The constructor's arguments, for `extra_repr`."""
+        code = {ref: code for code, ref in CODES.items()}.get(self.ref, self.ref)
+        common = {"ref": code, "p": self.p, "center": self.center}
+        rest = {"eps": self.eps, "affine": self.affine, "channel_dim": self.channel_dim}
+        return ", ".join([str(self.num_features)] + [f"{k}={v!r}" for k, v in (common | own | rest).items()])
+
+    def __getstate__(self) -> dict[str, Any]:
+        state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
+        return {key: value for key, value in state.items() if key != "_paused"}  # a copy is not paused
+
+
+def new_affine(num_features: int, device: Device, dtype: torch.dtype | None) -> tuple[nn.Parameter, nn.Parameter]:
+    return (
+        nn.Parameter(torch.ones(num_features, device=device, dtype=dtype)),
+        nn.Parameter(torch.zeros(num_features, device=device, dtype=dtype)),
+    )
+
+
+def reset_affine(weight: Tensor | None, bias: Tensor | None) -> None:
+    if weight is not None and bias is not None:
+        nn.init.ones_(weight)
+        nn.init.zeros_(bias)
+
+
+def statistics_like(device: Device, dtype: torch.dtype | None) -> Tensor:
+    """An empty tensor of the type and place of a new layer's statistics."""
+    dtype = torch.promote_types(dtype or torch.get_default_dtype(), torch.float32)
+    return torch.empty(0, device=device, dtype=dtype)
+
+
+def moved(tensor: Tensor, fn: Any) -> Tensor:
+    """`fn` of `nn.Module._apply`, except that counters keep their type and statistics stay float32 or wider."""
+    result: Tensor = fn(tensor)
+    dtype = torch.promote_types(result.dtype, torch.float32) if tensor.is_floating_point() else tensor.dtype
+    return result if result.dtype == dtype else tensor.to(device=result.device, dtype=dtype)
+
+
+def fixed_center(center: str, mean: Tensor) -> Tensor:
+    """c of the p-th moment where it needs no memory: the reference's own `mean`, or 0."""
+    return mean if center == "mean" else mean.new_zeros(())
+
+
+def mini_batch_statistics(own: Moments, latest: Tensor) -> tuple[Tensor, Tensor]:
+    """s of the mini-batch `(2, *statistic)` (averaged over samples where each has its own), and whether to accept it.
+
+    A statistic that a mask left without data keeps its `latest` value. A mini-batch with a value that is not finite,
+    or without any real element, is not accepted.
+    """
+    both = torch.stack([own.mean, own.sigma])
+    if own.present is None:
+        s = both.mean(1).reshape(latest.shape).to(latest.dtype)
+        return s, torch.isfinite(s).all()
+    samples = own.present.sum(0)
+    s = torch.where(own.present, both, 0).sum(1) / samples.clamp(min=1)
+    has_data = (samples > 0).reshape(latest.shape[1:])
+    s = torch.where(has_data, s.reshape(latest.shape).to(latest.dtype), latest)
+    return s, torch.isfinite(s).all() & has_data.any()
+
+
+def share_among_samples(gradient: Tensor, own: Moments) -> Tensor:
+    """The gradient of the average over samples, for the statistics of each sample."""
+    if own.present is None:
+        return gradient.expand_as(own.mean) / own.mean.shape[0]
+    return gradient * own.present / own.present.sum(0).clamp(min=1)
+
+
+def elements_per_statistic(own: Moments) -> Tensor | int:
+    """Elements of a call per statistic, in all samples; on average where border windows or a mask make them differ."""
+    return own.elements.sum(0).mean() if isinstance(own.elements, Tensor) else own.elements * own.mean.shape[0]
+
+
+def batchnorm_statistics(state_dict: Any, prefix: str, eps: float) -> tuple[Tensor, Tensor] | None:
+    """Mean and sigma from the state_dict of an `nn.BatchNorm`; None if it is something else, or never saw data."""
+    if prefix + "running_mean" not in state_dict or prefix + "running_var" not in state_dict:
+        return None
+    tracked = state_dict.get(prefix + "num_batches_tracked")
+    if tracked is not None and int(tracked) == 0:
+        return None
+    return state_dict[prefix + "running_mean"], (state_dict[prefix + "running_var"] + eps).sqrt()
+
+
+BATCHNORM_KEYS = ("running_mean", "running_var", "num_batches_tracked")
+
+
+def is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
+
+
+def numbers(name: str, values: Sequence[float], meaning: str) -> tuple[float, ...]:
+    """`values` as floats, one for each word of `meaning`."""
+    wanted = len(meaning.split())
+    if isinstance(values, str) or not isinstance(values, Sequence) or not all(map(is_number, values)):
+        raise ValueError(f"{name}={values!r}: must be {wanted} finite numbers ({meaning})")
+    if len(values) != wanted:
+        raise ValueError(f"{name}={values!r} has {len(values)} numbers: it takes {wanted} ({meaning})")
+    return tuple(map(float, values))
+
+
+def check_count(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name}={value!r}: must be a whole number of at least 1")
+
+
+def check_channel_dim(channel_dim: object) -> None:
+    if channel_dim not in (1, -1):
+        raise ValueError(f"channel_dim={channel_dim!r}: use 1 for (N, C, *space) or -1 for (N, *space, C)")
+
+
+def channels_second(x: Tensor, num_features: int, channel_dim: int) -> Tensor:
+    """The input as `(N, C, *space)`, checked."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"input is {type(x).__name__}: pass a torch.Tensor")
+    if not x.is_floating_point():
+        raise TypeError(f"input has dtype {x.dtype}: normalization needs real floating point, such as x.float()")
+    layout = "(N, C, *space)" if channel_dim == 1 else "(N, *space, C)"
+    if x.ndim < 2:
+        raise ValueError(f"input of shape {tuple(x.shape)} has {x.ndim} dimension(s): expected {layout}")
+    if x.shape[channel_dim] != num_features:
+        raise ValueError(
+            f"input of shape {tuple(x.shape)} has {x.shape[channel_dim]} channels in dimension {channel_dim}, the "
+            f"layer has num_features={num_features}: expected {layout} (see channel_dim)"
+        )
+    return x if channel_dim == 1 else x.movedim(-1, 1)
+
+
+def mask_over_channels(mask: Tensor, x: Tensor) -> Tensor:
+    """The mask as `(N, 1, *space)`, checked."""
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+        kind = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+        raise TypeError(f"mask is {kind}: pass a bool tensor, True where the activation is real")
+    wanted = x.shape[:1] + x.shape[2:]
+    try:
+        return mask.expand(wanted).unsqueeze(1)
+    except RuntimeError:
+        raise ValueError(
+            f"mask of shape {tuple(mask.shape)} does not broadcast to (N, *space) = {tuple(wanted)}"
+        ) from None

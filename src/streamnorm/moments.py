@@ -1,0 +1,204 @@
+"""S and N in plain torch: mean and p-th moment over a reference, and normalization by them.
+
+Everything here takes input as `(N, C, *space)` and keeps pooled dimensions as 1, so statistics broadcast
+against activations. A mask `(N, 1, *space)` is True where the activation is real.
+"""
+
+from collections.abc import Iterator
+from functools import reduce
+from itertools import product
+from math import sqrt
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .normref import NormRef
+
+
+class Moments(NamedTuple):
+    """What S returned for one call, and what its gradient needs."""
+
+    mean: Tensor
+    sigma: Tensor
+    center: Tensor  # c of the p-th moment
+    elements: int | Tensor  # per statistic
+    present: Tensor | None  # with a mask: which statistics have the elements they need
+
+
+def count_elements(x: Tensor, ref: NormRef, mask: Tensor | None) -> int | Tensor:
+    """Real elements in the reference of each statistic."""
+    if mask is None and not ref.window:
+        return ref.elements(x.shape)[0]
+    real = x.new_ones((x.shape[0], 1, *x.shape[2:])) if mask is None else mask.to(x.dtype)
+    per_channel = _gather(real, ref)
+    return per_channel * x.shape[1] if ref.channels == "all" else per_channel
+
+
+def reference_mean(x: Tensor, ref: NormRef, mask: Tensor | None, elements: int | Tensor) -> Tensor:
+    """Average over the reference; 0 where a mask left no element."""
+    return _gather(_masked(x, mask), ref) / _at_least_one(elements)
+
+
+def reference_sigma(
+    x: Tensor, center: Tensor, ref: NormRef, mask: Tensor | None, elements: int | Tensor, p: float, eps: float
+) -> Tensor:
+    """sigma = (average |x - center|^p + eps^(p/2))^(1/p), with the largest |x - center| factored out."""
+    n = _at_least_one(elements)
+    if p == 2:
+        return (_sum_of_squares(x, center, ref, mask, elements) / n + eps).sqrt()
+    pooled = _pooled_dims(x, ref)
+    if p == 1:
+        return _total(_pool(d, pooled) for d in _distances(x, center, ref, mask)) / n + sqrt(eps)
+    largest = center.new_zeros(())
+    for d in _distances(x, center, ref, mask):
+        largest = torch.maximum(largest, d.amax(pooled, keepdim=True) if pooled else d)
+    largest = largest.clamp(min=max(sqrt(eps), torch.finfo(x.dtype).tiny))
+    total = _total(_pool(d.div_(largest).pow_(p), pooled) for d in _distances(x, center, ref, mask))
+    power: Tensor = total / n + (sqrt(eps) / largest) ** p
+    return largest * power ** (1 / p)
+
+
+def normalize(
+    x: Tensor, mean: Tensor, sigma: Tensor, weight: Tensor | None, bias: Tensor | None, mask: Tensor | None
+) -> Tensor:
+    """N(x, s) = (x - mean) / sigma, then gain and bias per channel; 0 where masked."""
+    gain = sigma.reciprocal() if weight is None else channelwise(weight, x) / sigma
+    y = (x - mean) * gain
+    if bias is not None:
+        y = y + channelwise(bias, x)
+    return _masked(y, mask)
+
+
+def pull_back(
+    x: Tensor,
+    moments: Moments,
+    grad_mean: Tensor,
+    grad_sigma: Tensor,
+    own_center: bool,
+    ref: NormRef,
+    mask: Tensor | None,
+    p: float,
+) -> Tensor:
+    """(dS/dx)^T g: the gradient of the statistics carried to the activations they were taken from.
+
+    With u = (x - c) / sigma, for x in the reference of a statistic with n elements:
+    (1) dmean/dx = 1/n;  (2) dsigma/dx = |u|^(p-1) sign(u) / n;
+    (3) if c is the reference's own mean, dsigma/dmean = -average of |u|^(p-1) sign(u), which is 0 for p = 2.
+    """
+    n = _at_least_one(moments.elements)
+    per_mean, per_sigma = grad_mean / n, grad_sigma / n
+    if p == 2:
+        slope = per_sigma / moments.sigma
+        offset = per_mean - moments.center * slope
+        dx = x * _spread(slope, ref) + _spread(offset, ref)
+    else:
+        if own_center:
+            pooled = _pooled_dims(x, ref)
+            average = _total(
+                _pool(_slope(near, moments.center, moments.sigma, inside, p), pooled)
+                for near, inside in _neighbours(x, ref, mask)
+            )
+            per_mean = per_mean - per_sigma * (average / n)
+        dx = torch.zeros_like(x)
+        sides = zip(
+            _shifts(per_mean, ref),
+            _shifts(per_sigma, ref),
+            _shifts(moments.center.expand_as(per_mean), ref),
+            _shifts(moments.sigma, ref, border=1.0),
+            strict=True,
+        )
+        for mean_share, sigma_share, center, sigma in sides:
+            dx += mean_share + sigma_share * _slope(x, center, sigma, None, p)
+    return _masked(dx, mask)
+
+
+def channelwise(vector: Tensor, x: Tensor) -> Tensor:
+    """A vector over channels, shaped to broadcast against `(N, C, *space)`."""
+    return vector.reshape(1, -1, *(1 for _ in x.shape[2:]))
+
+
+def _slope(x: Tensor, center: Tensor, sigma: Tensor, inside: Tensor | None, p: float) -> Tensor:
+    """|u|^(p-1) sign(u): bounded by n, since |u| <= n^(1/p)."""
+    u = (x - center) / sigma
+    return _masked(u.sign() if p == 1 else u.sign() * u.abs() ** (p - 1), inside)
+
+
+def _sum_of_squares(x: Tensor, center: Tensor, ref: NormRef, mask: Tensor | None, elements: int | Tensor) -> Tensor:
+    if not ref.window:
+        return _gather(_masked((x - center).square_(), mask), ref)
+    # Sliding windows: sum (x-c)^2 = sum x^2 - 2c sum x + n c^2 costs two box filters instead of window^dims passes.
+    # It cancels where c is far from 0, so it is done about a common origin and in float64.
+    real = _masked(x, mask)
+    origin = real.mean()
+    real = _masked((x - origin).double(), mask)
+    c = (center - origin).double()
+    total = _gather(real.square(), ref) - 2 * c * _gather(real, ref) + elements * c.square()
+    return total.clamp(min=0).to(x.dtype)
+
+
+def _distances(x: Tensor, center: Tensor, ref: NormRef, mask: Tensor | None) -> Iterator[Tensor]:
+    """|x - center| for each member of the references, 0 for what is not there, as tensors the caller may change."""
+    for near, inside in _neighbours(x, ref, mask):
+        yield _masked((near - center).abs_(), inside)
+
+
+def _neighbours(x: Tensor, ref: NormRef, mask: Tensor | None) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """x as each location of its window sees it, and whether there is anything; x itself without a window."""
+    if not ref.window:
+        yield x, mask
+        return
+    real = x.new_ones((1, 1, *x.shape[2:]), dtype=torch.bool) if mask is None else mask
+    yield from zip(_shifts(x, ref), _shifts(real, ref), strict=True)
+
+
+def _shifts(values: Tensor, ref: NormRef, border: float = 0) -> Iterator[Tensor]:
+    """`values` moved to each offset of the window, `border` coming in from outside."""
+    if not ref.window:
+        yield values
+        return
+    half, space = ref.window // 2, values.shape[2:]
+    padded = F.pad(values, [half] * (2 * len(space)), value=border)
+    for offset in product(range(ref.window), repeat=len(space)):
+        moved = padded
+        for dim, (start, size) in enumerate(zip(offset, space, strict=True), start=2):
+            moved = moved.narrow(dim, start, size)
+        yield moved
+
+
+def _gather(values: Tensor, ref: NormRef) -> Tensor:
+    """Sum over each reference."""
+    return _spread(_pool(values, _pooled_dims(values, ref)), ref)
+
+
+def _spread(statistics: Tensor, ref: NormRef) -> Tensor:
+    """Sum over the statistics whose window holds each location; broadcasting does the rest."""
+    if ref.window:
+        half = ref.window // 2
+        for dim in range(2, statistics.ndim):
+            after = statistics.ndim - 1 - dim
+            padded = F.pad(statistics, [0, 0] * after + [half, half])
+            statistics = padded.unfold(dim, ref.window, 1).sum(-1)
+    return statistics
+
+
+def _pooled_dims(x: Tensor, ref: NormRef) -> list[int]:
+    space = [] if ref.located else list(range(2, x.ndim))
+    return [0] * ref.samples + [1] * (ref.channels == "all") + space
+
+
+def _total(parts: Iterator[Tensor]) -> Tensor:
+    return reduce(torch.add, parts)
+
+
+def _pool(values: Tensor, dims: list[int]) -> Tensor:
+    return values.sum(dims, keepdim=True) if dims else values  # torch sums everything over no dims
+
+
+def _masked(values: Tensor, mask: Tensor | None) -> Tensor:
+    return values if mask is None else torch.where(mask, values, 0)
+
+
+def _at_least_one(elements: int | Tensor) -> int | Tensor:
+    return elements.clamp(min=1) if isinstance(elements, Tensor) else elements

@@ -1,0 +1,296 @@
+"""Streaming Normalization: the layer of the paper, F and G around S and N."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import stream
+from .base import (
+    BATCHNORM_KEYS,
+    Device,
+    Norm,
+    batchnorm_statistics,
+    elements_per_statistic,
+    fixed_center,
+    is_number,
+    mini_batch_statistics,
+    moved,
+    numbers,
+    share_among_samples,
+    statistics_like,
+)
+from .dispatch import Call, apply, compute_dtype, evaluate, measure
+from .moments import Moments
+from .normref import NormRef
+from .stream import State, Stream
+from .updates import Listener, loss_scale
+
+
+class StreamingNorm(Norm, Listener):
+    """Streaming Normalization: statistics of everything seen so far, for any batch size, one included.
+
+    Training: fold if the weights were updated since the last call; s = S(x) is pushed into H1; s_hat = alpha1 * long
+    + alpha2 * short; y = weight * (x - mean) / sigma + bias with s_hat. Backward: g = dE/ds_hat is pushed into H2;
+    beta1 * long + beta2 * short + beta3 * g flows on through S(x) instead of g. Evaluation uses the latest s_hat and
+    changes nothing. `short` averages exactly since the last weight update, `long` is the exponential average of those
+    averages with `kappa` (by default alpha, for statistics and gradients alike).
+
+    `ref` is a code of the paper (BA1-6, SP1-5) or a NormRef, `p` the order of the moment. `center`: c of sigma =
+    (average |x - c|^p + eps^(p/2))^(1/p) is the "running" mean (setting B), the "mean" of the reference (A), or "zero"
+    (C). For the first `warmup` elements per statistic the layer turns gradually from a layer norm into a streaming
+    norm; 0 switches that off. A mini-batch with values that are not finite is not pushed.
+
+    Optimizers of torch tell the layer of weight updates by themselves; see `streamnorm.attach` for the exceptions.
+    Shapes and `mask` as in `SampleNorm`. State: `mean`, `sigma` (the latest s_hat), `stats` (H1), `grads` (H2).
+
+    >>> norm = StreamingNorm(3)
+    >>> y = norm(torch.randn(1, 3))  # one sample
+    >>> norm.stats.long.shape, int(norm.stats.count)
+    (torch.Size([2, 3]), 1)
+    """
+
+    _version = 1
+    _state: State
+    _marked = False  # a weight update may be pending; spares calls that cannot have one the work of a fold
+
+    def __init__(
+        self,
+        num_features: int,
+        *,
+        ref: str | NormRef = "BA1",
+        p: float = 2.0,
+        center: str = "running",
+        alpha: Sequence[float] = (0.7, 0.3),
+        beta: Sequence[float] = (0.7, 0.3, 0.0),
+        kappa: Sequence[float] | None = None,
+        warmup: float = 256,
+        eps: float = 1e-5,
+        affine: bool = True,
+        channel_dim: int = 1,
+        process_group: object = None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(
+            num_features,
+            ref=ref,
+            p=p,
+            center=center,
+            eps=eps,
+            affine=affine,
+            channel_dim=channel_dim,
+            device=device,
+            dtype=dtype,
+        )
+        if not (is_number(warmup) and warmup >= 0):
+            raise ValueError(f"warmup={warmup!r}: must be a finite number of at least 0 (elements per statistic)")
+        if process_group is not None:
+            raise ValueError(f"process_group={process_group!r}: merging statistics over processes is not there yet")
+        self.alpha = numbers("alpha", alpha, "long short")
+        self.beta = numbers("beta", beta, "long short present")
+        self.kappa = numbers(
+            "kappa", self.alpha * 2 if kappa is None else kappa, "long-stats short-stats long-grads short-grads"
+        )
+        self.warmup = warmup
+        self.process_group = process_group
+        self._state = stream.new_state(self.initial_shape(), statistics_like(device, dtype))
+
+    @property
+    def mean(self) -> Tensor:
+        return self._state.mean
+
+    @property
+    def sigma(self) -> Tensor:
+        return self._state.sigma
+
+    @property
+    def stats(self) -> Stream:
+        """H1: the streams of mean (row 0) and sigma (row 1)."""
+        return self._state.stats
+
+    @property
+    def grads(self) -> Stream:
+        """H2: the streams of dE/dmean and dE/dsigma."""
+        return self._settled().grads
+
+    def reset_running_stats(self) -> None:
+        """Forget everything: statistics, their gradients, and the spatial size that they are bound to."""
+        self._state = stream.new_state(self.initial_shape(), self._state.seen)
+
+    def reset_gradients(self) -> None:
+        """Forget the streamed gradients, for a new loss or a new scale of it."""
+        shape, like = tuple(self._state.mean.shape), self._state.seen
+        self._state = replace(self._state, grads=stream.new_stream(shape, like), loss_scale=torch.zeros_like(like))
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, step: int = 0) -> Tensor:
+        collects = self.training and not self._paused
+        x, mask = self.enter(x, mask, collects)
+        self.check_space(self.mean, x)
+        if not collects:
+            mean, sigma = self.view(self.mean, x), self.view(self.sigma, x)
+            return self.leave(evaluate(x, mean, sigma, self.weight, self.bias, mask))
+
+        self._forward_runs()
+        before = self._folded(self.statistic_shape(x))
+        wide = x.to(compute_dtype(x, before.mean))
+        s = measure(wide, self.statistic, mask, lambda mean, present: self._center(mean, present, before, x))
+        after, w = self._stream_statistics(before, s)
+        s_hat = self.view(after.mean, x), self.view(after.sigma, x)
+        call = Call(self.statistic, s, *s_hat, mask, lambda mean, sigma: self._stream_gradients(mean, sigma, s, w))
+        y = apply(x, self.weight, self.bias, call)
+        self._state, self._marked = after, False
+        return self.leave(y)
+
+    def _folded(self, shape: tuple[int, ...]) -> State:
+        """The state with a pending weight update folded in, at the full shape of the statistics."""
+        state = stream.stretch_state(self._settled(), shape)
+        if not self._marked:
+            return state
+        k1, k2, k3, k4 = self.kappa
+        return replace(
+            state,
+            stats=stream.fold(state.stats, state.pending, k1, k2),
+            grads=stream.fold(state.grads, state.pending, k3, k4),
+            pending=torch.zeros_like(state.pending),
+        )
+
+    def _center(self, mean: Tensor, present: Tensor | None, before: State, x: Tensor) -> Tensor:
+        """c of the p-th moment: `mean` of the references, or the running mean before this call, or 0."""
+        if self.center != "running":
+            return fixed_center(self.center, mean)
+        running = self.view(before.mean, x)
+        if not self.warmup:
+            return running
+        return torch.where(before.seen == 0, stream.layer_mean(mean, present), running)
+
+    def _stream_statistics(self, before: State, s: Moments) -> tuple[State, Tensor | None]:
+        """F of the paper and the warm start: the state with the new s_hat, and the w of the warm start."""
+        latest = torch.stack([before.mean, before.sigma])
+        value, accept = mini_batch_statistics(s, latest)
+        stats = stream.push(before.stats, value, accept)
+        s_hat = stream.blend(stats, *self.alpha)
+        seen = before.seen + elements_per_statistic(s) * accept
+        w = None
+        if self.warmup:
+            layer = stream.layer_statistics(s.mean, s.sigma, s.present, self.p)
+            s_hat, w = stream.warm_start(s_hat, layer.to(s_hat.dtype), seen, self.warmup)
+        mean, sigma = torch.where(accept, s_hat, latest)
+        return replace(before, stats=stats, mean=mean, sigma=sigma, seen=seen), w
+
+    def _stream_gradients(
+        self, grad_mean: Tensor, grad_sigma: Tensor, s: Moments, w: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """G of the paper: push g = dE/ds_hat into H2, and return what flows on into S(x) in its place."""
+        self._backward_runs()
+        state = self._settled()
+        g = torch.stack([grad_mean, grad_sigma]).to(state.mean.dtype)
+        shape = g.shape
+        g = g.reshape(2, *self.ref.statistic_shape(self.num_features, tuple(s.mean.shape[2:])))
+        state = stream.stretch_state(state, tuple(g.shape[1:]))
+        scale = None if self._scaler is None else state.loss_scale
+        if scale is not None:
+            g = g / scale
+        grads = stream.push(state.grads, g, torch.isfinite(g).all())
+        self._state = replace(state, grads=grads)
+
+        long, short, present = self.beta
+        g_hat = stream.blend(grads, long, short)
+        if present:
+            g_hat = g_hat + present * g
+        for factor in (w, scale):
+            if factor is not None:
+                g_hat = g_hat * factor
+        to_mean, to_sigma = g_hat.reshape(shape).to(grad_mean.dtype)
+        return share_among_samples(to_mean, s), share_among_samples(to_sigma, s)
+
+    def _mark_update(self, found_inf: Tensor | None) -> None:
+        pending = self._state.pending
+        updated = torch.ones_like(pending) if found_inf is None else (found_inf == 0).reshape(()).to(pending.device)
+        self._state, self._marked = replace(self._state, pending=pending | updated), True
+
+    def _settled(self) -> State:
+        """The state, after dropping the gradients of a step that the scaler skipped: it lowers its scale then."""
+        if self._scaler is not None:
+            state = self._state
+            scale = loss_scale(self._scaler, state.seen)
+            skipped = (scale < state.loss_scale) & ~state.pending
+            self._state = replace(state, grads=stream.drop(state.grads, skipped), loss_scale=scale)
+        return self._state
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "StreamingNorm":
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._state = stream.from_dict({k: moved(tensor, fn) for k, tensor in stream.to_dict(self._state).items()})
+        return self
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name, tensor in stream.to_dict(self._settled()).items():
+            destination[prefix + name] = tensor
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Any,
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        names = stream.to_dict(self._state).keys()
+        ours = {name: state_dict[prefix + name] for name in names if prefix + name in state_dict}
+        foreign = BATCHNORM_KEYS if prefix + "running_mean" in state_dict and not ours else ()
+        others = {k: v for k, v in state_dict.items() if k.removeprefix(prefix) not in (*names, *foreign)}
+        super()._load_from_state_dict(others, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        if foreign:
+            self._load_batchnorm(batchnorm_statistics(state_dict, prefix, self.eps), prefix, error_msgs)
+        elif len(ours) < len(names):
+            missing_keys.extend(prefix + name for name in names if name not in ours)
+        elif (local_metadata.get("version") or self._version) > self._version:
+            error_msgs.append(f"{prefix}* was saved by a newer streamnorm (state version {local_metadata['version']})")
+        else:
+            self._load_state(ours, prefix, local_metadata.get("assign_to_params_buffers", False), error_msgs)
+
+    def _load_state(self, loaded: dict[str, Tensor], prefix: str, assign: bool, error_msgs: list[str]) -> None:
+        shape = loaded["mean"].shape
+        template = stream.to_dict(stream.new_state(tuple(shape), self._state.seen))
+        legal = self.can_hold(self.mean, shape)
+        wrong = [name for name, like in template.items() if not legal or loaded[name].shape != like.shape]
+        error_msgs.extend(
+            f"size mismatch for {prefix}{name}: the checkpoint has {tuple(loaded[name].shape)}, which does not fit "
+            f"{self.num_features} channels, {self.ref} and present statistics of shape {tuple(self.mean.shape)}"
+            for name in wrong
+        )
+        if not wrong:
+            device = None if assign else self._state.seen.device
+            self._state = stream.from_dict(
+                {
+                    name: loaded[name].detach().to(device=device, dtype=like.dtype, copy=True)
+                    for name, like in template.items()
+                }
+            )
+            self._marked = True
+
+    def _load_batchnorm(self, statistics: tuple[Tensor, Tensor] | None, prefix: str, error_msgs: list[str]) -> None:
+        """Start the streams from a trained `nn.BatchNorm`, without a warm-up; from nothing if it never saw data."""
+        self.reset_running_stats()
+        if statistics is None:
+            return
+        mean, sigma = (value.detach().to(self.mean) for value in statistics)
+        if mean.shape != self.mean.shape:
+            error_msgs.append(
+                f"{prefix}running_mean of shape {tuple(mean.shape)} is per channel, the statistics of {self.ref} have "
+                f"shape {tuple(self.mean.shape)}: load an nn.BatchNorm into BA1 or SP2 with as many channels"
+            )
+            return
+        state, both = self._state, torch.stack([mean, sigma])
+        stats = replace(state.stats, long=both, short=both, empty=torch.zeros_like(state.stats.empty))
+        self._state = replace(
+            state, stats=stats, mean=both[0], sigma=both[1], seen=state.seen + max(float(self.warmup), 1.0)
+        )
+
+    def extra_repr(self) -> str:
+        return self.settings(alpha=self.alpha, beta=self.beta, kappa=self.kappa, warmup=self.warmup)

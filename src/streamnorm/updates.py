@@ -1,0 +1,198 @@
+"""Who hears of a weight update: one global optimizer hook, `attach` for the rest, and `paused`.
+
+A `Listener` learns that the weights changed; what it does about it is its own affair.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+PATIENCE = 256  # backward passes without an update before a layer asks whether it was forgotten
+
+
+class Scaler(Protocol):
+    """The part of torch.amp.GradScaler that is needed here."""
+
+    def scale(self, outputs: Tensor) -> Tensor: ...
+
+
+class Removable(Protocol):
+    def remove(self) -> None: ...
+
+
+class Listener(nn.Module):
+    """A module that hears of weight updates. What is kept here belongs to one process and is never saved."""
+
+    _scaler: Scaler | None = None
+    _heard = False  # of any weight update, ever
+    _passes = 0  # backward passes until then; the timesteps of one pass count once
+    _in_backward = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        _listeners.add(self)
+
+    def weights_updated(self) -> None:
+        """Tell the layer that the weights changed. Optimizers of torch do this by themselves."""
+        self._hear(None)
+
+    def _hear(self, found_inf: Tensor | None) -> None:
+        self._heard = True
+        self._mark_update(found_inf)
+
+    def _mark_update(self, found_inf: Tensor | None) -> None:
+        """Remember that the weights changed, unless `found_inf` is non-zero: then the step was skipped."""
+        raise NotImplementedError
+
+    def _forward_runs(self) -> None:
+        self._in_backward = False
+
+    def _backward_runs(self) -> None:
+        if self._heard or self._in_backward:
+            return
+        self._in_backward = True
+        self._passes += 1
+        if self._passes == PATIENCE:
+            warnings.warn(
+                f"{type(self).__name__} has seen {PATIENCE} backward passes and no weight update, so it averages over "
+                "all of them. If its parameters are in no torch optimizer (frozen, affine=False, a foreign optimizer), "
+                "call streamnorm.attach(optimizer, model) once, or layer.weights_updated() after each update.",
+                stacklevel=2,
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key != "_scaler"}  # a copy is attached to nothing
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        _listeners.add(self)
+
+
+_listeners: WeakSet[Listener] = WeakSet()
+
+
+def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if not _listeners:
+        return
+    owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for layer in list(_listeners):
+        if any(id(p) in owned for p in layer.parameters(recurse=False)):
+            layer._hear(_found_inf(optimizer))
+
+
+def _found_inf(optimizer: object) -> Tensor | None:
+    # A GradScaler lets fused optimizers run a step that it wants skipped and tells them so by this attribute.
+    found = getattr(optimizer, "found_inf", None)
+    return found if isinstance(found, Tensor) else None
+
+
+register_optimizer_step_post_hook(_after_step)
+
+
+class _Attachment:
+    def __init__(self, undo: list[Callable[[], None]]) -> None:
+        self._undo = undo
+
+    def remove(self) -> None:
+        """Take back what `attach` did. Calling it again does nothing."""
+        while self._undo:
+            self._undo.pop()()
+
+
+def attach(optimizer: Any, module: nn.Module, scaler: Scaler | None = None) -> Removable:
+    """Let every streaming layer in `module` hear of the steps of `optimizer`; returns a handle with `remove()`.
+
+    Needed for layers that own no parameters in a torch optimizer: `affine=False`, frozen ones, foreign optimizers.
+    With a `torch.amp.GradScaler` pass it as `scaler`, for all layers: the streamed gradients are then kept unscaled,
+    and a skipped step is no update and leaves nothing behind in them.
+
+    >>> import torch, streamnorm
+    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), streamnorm.StreamingNorm(8, affine=False))
+    >>> handle = attach(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    >>> handle.remove()
+    """
+    layers = [layer for layer in module.modules() if isinstance(layer, Listener)]
+    if not layers:
+        raise ValueError(f"attach: {type(module).__name__} has no streaming layer; pass the module that holds them")
+    if scaler is not None and not callable(getattr(scaler, "scale", None)):
+        raise TypeError(f"attach: scaler={scaler!r} is not a GradScaler (it has no scale method)")
+
+    def heard(stepped: object) -> None:
+        for layer in layers:
+            layer._hear(_found_inf(stepped))
+
+    undo = [_after_steps_of(optimizer, heard)]
+    if scaler is not None:
+        before = [layer._scaler for layer in layers]
+        for layer in layers:
+            layer._scaler = scaler
+        undo.append(lambda: _restore_scalers(layers, before))
+    return _Attachment(undo)
+
+
+def _restore_scalers(layers: list[Listener], before: list[Scaler | None]) -> None:
+    for layer, scaler in zip(layers, before, strict=True):
+        layer._scaler = scaler
+
+
+def _after_steps_of(optimizer: Any, heard: Callable[[object], None]) -> Callable[[], None]:
+    """Call `heard` after each step; returns how to undo it."""
+    while not hasattr(optimizer, "register_step_post_hook") and hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer  # a wrapper such as DecoupledUpdate: only the inner one's steps count
+    if hasattr(optimizer, "register_step_post_hook"):
+        handle = optimizer.register_step_post_hook(lambda stepped, args, kwargs: heard(stepped))
+        return handle.remove  # type: ignore[no-any-return]
+    step = getattr(optimizer, "step", None)
+    if not callable(step):
+        raise TypeError(f"attach: {type(optimizer).__name__} has no step() method, so it cannot be listened to")
+    listening = True
+
+    def step_and_tell(*args: Any, **kwargs: Any) -> Any:
+        result = step(*args, **kwargs)
+        if listening:
+            heard(optimizer)
+        return result
+
+    def stop() -> None:
+        nonlocal listening
+        listening = False
+        if optimizer.step is step_and_tell:  # otherwise somebody wrapped it again: stay in the chain, silent
+            optimizer.step = step
+
+    optimizer.step = step_and_tell
+    return stop
+
+
+@contextmanager
+def paused(model: nn.Module) -> Iterator[None]:
+    """A context in which calls in training mode change no statistics.
+
+    Streaming layers normalize with their latest statistics, as in evaluation; batch norms still use the mini-batch
+    but leave their running estimates alone. For a generator's step through the discriminator of a GAN:
+
+    >>> import torch, streamnorm
+    >>> critic = streamnorm.StreamingNorm(3)
+    >>> with paused(critic):
+    ...     _ = critic(torch.randn(8, 3))
+    >>> int(critic.stats.count)
+    0
+    """
+    layers: list[Any] = [layer for layer in model.modules() if hasattr(layer, "_paused")]
+    for layer in layers:
+        layer._paused += 1
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._paused -= 1
+
+
+def loss_scale(scaler: Scaler, like: Tensor) -> Tensor:
+    """The scaler's present scale as a tensor, read through its public method and without waiting for a device."""
+    return scaler.scale(torch.ones((), dtype=like.dtype, device=like.device)).detach()

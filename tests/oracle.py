@@ -1,0 +1,267 @@
+"""The paper's algorithms as plain loops over NumPy float64 numbers, slow and literal. The layers are compared to these.
+
+Nothing here imports the package: a reference is a tuple (samples, channels, space), as in the table of the design.
+"""
+
+from itertools import product
+
+import numpy as np
+
+REFERENCES = {
+    "BA1": (True, "each", "all"),
+    "BA2": (True, "all", "all"),
+    "BA3": (True, "all", 5),
+    "BA4": (True, "each", 5),
+    "BA5": (True, "all", 1),
+    "BA6": (True, "each", 1),
+    "SP1": (False, "all", "all"),
+    "SP2": (False, "each", "all"),
+    "SP3": (False, "all", 5),
+    "SP4": (False, "each", 5),
+    "SP5": (False, "all", 1),
+}
+
+
+def statistic_of(index, reference):
+    """The name of the statistic that normalizes the neuron at index (n, c, *location)."""
+    samples, channels, space = reference
+    n, c, *location = index
+    return (None if samples else n, c if channels == "each" else None, None if space == "all" else tuple(location))
+
+
+def members(name, shape, reference, mask=None):
+    """All activations in the reference of a statistic."""
+    n, c, location = name
+    space = reference[2]
+    found = []
+    for index in np.ndindex(*shape):
+        if n is not None and index[0] != n:
+            continue
+        if c is not None and index[1] != c:
+            continue
+        if location is not None and any(abs(a - b) > space // 2 for a, b in zip(index[2:], location, strict=True)):
+            continue
+        if mask is not None and not mask[(index[0], *index[2:])]:
+            continue
+        found.append(index)
+    return found
+
+
+class Statistics:
+    """S(x) for every statistic of a mini-batch, and its derivative."""
+
+    def __init__(self, x, reference, p, eps, mask=None):
+        self.x, self.reference, self.p, self.eps = x, reference, p, eps
+        names = dict.fromkeys(statistic_of(index, reference) for index in np.ndindex(*x.shape))
+        everyone = {name: members(name, x.shape, reference, mask) for name in names}
+        self.members = {name: found for name, found in everyone.items() if found}
+        self.mean = {name: sum(x[i] for i in found) / len(found) for name, found in self.members.items()}
+
+    def center_at(self, center, own):
+        """`center`: from the name of a statistic to c; `own`: whether that is its own mean."""
+        self.c, self.own = {name: center(name) for name in self.members}, own
+        self.sigma = {}
+        for name, found in self.members.items():
+            moment = sum(abs(self.x[i] - self.c[name]) ** self.p for i in found) / len(found)
+            self.sigma[name] = (moment + self.eps ** (self.p / 2)) ** (1 / self.p)
+
+    def gradient(self, g_mean, g_sigma):
+        """(dS/dx)^T g."""
+        dx = np.zeros_like(self.x)
+        for name, found in self.members.items():
+            n, c, p = len(found), self.c[name], self.p
+            slope = {i: abs(self.x[i] - c) ** (p - 1) * np.sign(self.x[i] - c) for i in found}
+            outer = self.sigma[name] ** (1 - p) / n
+            for i in found:
+                direct = slope[i] - (sum(slope.values()) / n if self.own else 0)
+                dx[i] += g_mean[name] / n + g_sigma[name] * outer * direct
+        return dx
+
+
+class Call:
+    """One forward pass: what was used, for its own backward pass."""
+
+    def __init__(self, x, own, mean, sigma, reference, weight, mask, w=1.0):
+        self.x, self.own, self.mean, self.sigma, self.w = x, own, mean, sigma, w
+        self.reference, self.weight, self.mask = reference, weight, mask
+
+    def real(self):
+        for index in np.ndindex(*self.x.shape):
+            if self.mask is None or self.mask[(index[0], *index[2:])]:
+                yield index, self.user(index)
+
+    def user(self, index):
+        return statistic_of(index, self.reference)
+
+    def output(self, bias):
+        y = np.zeros_like(self.x)
+        for i, name in self.real():
+            y[i] = self.weight[i[1]] * (self.x[i] - self.mean[name]) / self.sigma[name] + bias[i[1]]
+        return y
+
+    def backward(self, dy, stream):
+        """`stream` maps dE/ds_hat to what flows on: two dictionaries in, two dictionaries out."""
+        dx, dweight, dbias = np.zeros_like(self.x), np.zeros_like(self.weight), np.zeros_like(self.weight)
+        g_mean, g_sigma = dict.fromkeys(self.mean, 0.0), dict.fromkeys(self.sigma, 0.0)
+        for i, name in self.real():
+            sigma, centered, channel = self.sigma[name], self.x[i] - self.mean[name], i[1]
+            dweight[channel] += dy[i] * centered / sigma
+            dbias[channel] += dy[i]
+            dx[i] = dy[i] * self.weight[channel] / sigma
+            g_mean[name] -= dy[i] * self.weight[channel] / sigma
+            g_sigma[name] -= dy[i] * self.weight[channel] * centered / sigma**2
+        return dx + self.own.gradient(*stream(g_mean, g_sigma)), dweight, dbias
+
+
+class Stream:
+    """long, short, count; a value is a dictionary from statistic to number."""
+
+    def __init__(self):
+        self.long, self.short, self.count = None, None, 0
+
+    def push(self, value):
+        self.count += 1
+        if self.count == 1:
+            self.short = dict(value)
+        else:
+            self.short = {k: v + (value[k] - v) / self.count for k, v in self.short.items()}
+
+    def blend(self, a, b):
+        long = self.short if self.long is None else self.long
+        return {k: a * long[k] + b * self.short[k] for k in self.short}
+
+    def fold(self, keep, take):
+        if self.count == 0:
+            return
+        if self.long is None:
+            self.long = dict(self.short)
+        else:
+            self.long = {k: keep * self.long[k] + take * self.short[k] for k in self.short}
+        self.count = 0
+
+
+class StreamingOracle:
+    """Streaming Normalization with its warm start."""
+
+    def __init__(
+        self, channels, reference, p, center, alpha=(0.7, 0.3), beta=(0.7, 0.3, 0), kappa=None, warmup=256, eps=1e-5
+    ):
+        self.reference, self.p, self.center, self.eps = reference, p, center, eps
+        self.alpha, self.beta, self.kappa = alpha, beta, kappa or (*alpha, *alpha)
+        self.warmup, self.seen, self.pending = warmup, 0.0, False
+        self.weight, self.bias = np.ones(channels), np.zeros(channels)
+        self.stats = {"mean": Stream(), "sigma": Stream()}
+        self.grads = {"mean": Stream(), "sigma": Stream()}
+        self.latest = None
+
+    def weights_updated(self):
+        self.pending = True
+
+    def pooled(self, name):
+        """The stored statistic that a sample's statistic contributes to."""
+        return (None, *name[1:])
+
+    def forward(self, x, mask=None):
+        if self.pending:
+            k1, k2, k3, k4 = self.kappa
+            for part in ("mean", "sigma"):
+                self.stats[part].fold(k1, k2)
+                self.grads[part].fold(k3, k4)
+            self.pending = False
+        own = Statistics(x, self.reference, self.p, self.eps, mask)
+        layer_mean = sum(own.mean.values()) / len(own.mean)
+        first = layer_mean if self.warmup else 0.0
+        center = {
+            "mean": lambda name: own.mean[name],
+            "zero": lambda name: 0.0,
+            "running": lambda name: first if self.latest is None else self.latest["mean"][self.pooled(name)],
+        }[self.center]
+        own.center_at(center, self.center == "mean")
+        samples = {}
+        for name in own.members:
+            samples.setdefault(self.pooled(name), []).append(name)
+        s_hat = {}
+        for part in ("mean", "sigma"):
+            values = getattr(own, part)
+            s = {key: sum(values[n] for n in names) / len(names) for key, names in samples.items()}
+            self.stats[part].push(s)
+            s_hat[part] = self.stats[part].blend(*self.alpha)
+        self.seen += sum(len(found) for found in own.members.values()) / len(samples)
+        w = min(1.0, self.seen / self.warmup) if self.warmup else 1.0
+        layer = {
+            "mean": layer_mean,
+            "sigma": (sum(v**self.p for v in own.sigma.values()) / len(own.sigma)) ** (1 / self.p),
+        }
+        self.latest = {part: {key: w * v + (1 - w) * layer[part] for key, v in s_hat[part].items()} for part in s_hat}
+        return self.call(x, own, mask, w)
+
+    def call(self, x, own, mask, w=1.0):
+        names = dict.fromkeys(statistic_of(index, self.reference) for index in np.ndindex(*x.shape))
+        used = {
+            part: {
+                name: self.latest[part][self.pooled(name)] for name in names if self.pooled(name) in self.latest[part]
+            }
+            for part in ("mean", "sigma")
+        }
+        return Call(x, own, used["mean"], used["sigma"], self.reference, self.weight.copy(), mask, w)
+
+    def evaluate(self, x):
+        return self.call(x, None, None).output(self.bias)
+
+    def backward(self, call, dy):
+        def stream(*g_users):
+            flows = []
+            for part, g_user in zip(("mean", "sigma"), g_users, strict=True):
+                g = {}
+                for name, value in g_user.items():
+                    g[self.pooled(name)] = g.get(self.pooled(name), 0.0) + value
+                self.grads[part].push(g)
+                b1, b2, b3 = self.beta
+                blend = self.grads[part].blend(b1, b2)
+                g_hat = {key: call.w * (blend[key] + b3 * g[key]) for key in g}
+                samples = {key: sum(self.pooled(n) == key for n in call.own.members) for key in g}
+                flows.append({n: g_hat[self.pooled(n)] / samples[self.pooled(n)] for n in call.own.members})
+            return flows
+
+        return call.backward(dy, stream)
+
+
+class BatchOracle:
+    """General Batch Normalization, with one set of running estimates per timestep; sample normalization without."""
+
+    def __init__(self, channels, reference, p, center, momentum=0.1, steps=1, eps=1e-5):
+        self.reference, self.p, self.center, self.eps, self.momentum = reference, p, center, eps, momentum
+        self.weight, self.bias = np.ones(channels), np.zeros(channels)
+        self.running = [{"mean": {}, "sigma": {}} for _ in range(steps)]
+
+    def forward(self, x, mask=None, step=0):
+        own = Statistics(x, self.reference, self.p, self.eps, mask)
+        running = self.running[min(step, len(self.running) - 1)]
+        center = {
+            "mean": lambda name: own.mean[name],
+            "zero": lambda name: 0.0,
+            "running": lambda name: running["mean"].get(name, 0.0),
+        }[self.center]
+        own.center_at(center, self.center == "mean")
+        if step < len(self.running):
+            for part, start in (("mean", 0.0), ("sigma", 1.0)):
+                for name, s in getattr(own, part).items():
+                    running[part][name] = (1 - self.momentum) * running[part].get(name, start) + self.momentum * s
+        return Call(x, own, own.mean, own.sigma, self.reference, self.weight.copy(), mask)
+
+    def evaluate(self, x, step=0):
+        running = self.running[min(step, len(self.running) - 1)]
+        call = Call(x, None, running["mean"], running["sigma"], self.reference, self.weight, None)
+        return call.output(self.bias)
+
+    def backward(self, call, dy):
+        return call.backward(dy, lambda g_mean, g_sigma: (g_mean, g_sigma))
+
+
+def stacked(value, channels, space, reference):
+    """A dictionary of statistics as an array of the shape that the layers store."""
+    _, per_channel, per_location = reference
+    rows = range(channels) if per_channel == "each" else [None]
+    places = [None] if per_location == "all" else list(product(*map(range, space)))
+    out = np.array([[value[(None, c, place)] for place in places] for c in rows])
+    return out.reshape(((channels,) if per_channel == "each" else ()) + (() if per_location == "all" else space))
