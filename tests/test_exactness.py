@@ -30,7 +30,7 @@ def parameters_for(layer, oracle, rng):
 def window(layer, oracle, rng, shapes, unrolled, masks=None):
     """Calls before one backward pass: separate inputs, or (`unrolled`) each input made from the output before."""
     layer.zero_grad()
-    inputs, calls, outputs, dys, factors, loss, previous = [], [], [], [], [], 0.0, None
+    inputs, calls, dys, factors, loss, previous = [], [], [], [], 0.0, None
     for t, shape in enumerate(shapes):
         fresh, dy, factor = rng.normal(size=shape) * 2 + 1, rng.normal(size=shape), rng.normal(size=shape)
         x = torch.from_numpy(fresh).requires_grad_()

@@ -7,7 +7,7 @@ against activations. A mask `(N, 1, *space)` is True where the activation is rea
 from collections.abc import Iterator
 from functools import reduce
 from itertools import product
-from math import sqrt
+from math import inf, sqrt
 from typing import NamedTuple
 
 import torch
@@ -106,7 +106,7 @@ def pull_back(
             _shifts(per_mean, ref),
             _shifts(per_sigma, ref),
             _shifts(moments.center.expand_as(per_mean), ref),
-            _shifts(moments.sigma, ref, border=1.0),
+            _shifts(moments.sigma, ref, border=inf),
             strict=True,
         )
         for mean_share, sigma_share, center, sigma in sides:

@@ -1,0 +1,375 @@
+"""State: saved, loaded, copied, cast, reset, and safe from bad data."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from streamnorm import GeneralBatchNorm, SampleNorm, StreamingNorm, TimeSpecificNorm
+from streamnorm.normref import CODES
+
+
+def network(code="BA1", **settings):
+    norm = StreamingNorm(5, ref=code, **settings)
+    return nn.Sequential(nn.Conv1d(3, 5, 1), norm, nn.ReLU(), nn.Conv1d(5, 5, 1), StreamingNorm(5), nn.Flatten())
+
+
+def train(model, optimizer, batches, every=3, start=0):
+    for i, x in enumerate(batches, start):
+        model(x).square().mean().backward()
+        if (i + 1) % every == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("stop", [3, 4, 5, 6])
+@pytest.mark.parametrize("code", ["BA1", "BA2", "BA4", "BA6", "SP1", "SP4"])
+def test_resuming_gives_the_same_bits(code, stop):
+    """Stopped right after an update (pending), or inside a window, and gone on from a file."""
+    batches = torch.randn(9, 4, 3, 6)
+    whole = network(code)
+    start = copy.deepcopy(whole.state_dict())
+    train(whole, torch.optim.SGD(whole.parameters(), lr=0.05, momentum=0.9), batches)
+
+    first = network(code)
+    first.load_state_dict(start)
+    optimizer = torch.optim.SGD(first.parameters(), lr=0.05, momentum=0.9)
+    train(first, optimizer, batches[:stop])
+    file = io.BytesIO()
+    gradients = [p.grad for p in first.parameters()]
+    torch.save({"model": first.state_dict(), "optimizer": optimizer.state_dict(), "gradients": gradients}, file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    second = network(code)
+    second.load_state_dict(saved["model"])
+    optimizer = torch.optim.SGD(second.parameters(), lr=0.05, momentum=0.9)
+    optimizer.load_state_dict(saved["optimizer"])
+    for p, g in zip(second.parameters(), saved["gradients"], strict=True):
+        p.grad = g
+    train(second, optimizer, batches[stop:], start=stop)
+    for key, value in whole.state_dict().items():
+        assert torch.equal(second.state_dict()[key], value), key
+
+
+def test_the_state_is_outside_the_buffers_and_whole():
+    layer = StreamingNorm(3)
+    assert list(layer.buffers()) == []
+    parts = {f"{s}_{part}" for s in ("stats", "grads") for part in ("long", "short", "count", "empty")}
+    assert set(layer.state_dict()) == {"weight", "bias", "mean", "sigma", "seen", "pending", "loss_scale"} | parts
+    assert layer.state_dict()._metadata[""]["version"] == 1
+    assert layer.stats.count.dtype == torch.int64
+    assert layer.stats.count.shape == ()
+
+
+@pytest.mark.parametrize(
+    ("code", "shape"),
+    [("BA1", (3,)), ("BA2", ()), ("BA4", (3, 4, 5)), ("BA5", (4, 5)), ("BA6", (3, 4, 5)), ("SP1", ()), ("SP2", (3,))],
+)
+def test_the_shape_of_statistics(code, shape):
+    layer = StreamingNorm(3, ref=code)
+    layer(torch.randn(2, 3, 4, 5))
+    assert layer.mean.shape == layer.sigma.shape == shape
+    for stream in (layer.stats, layer.grads):
+        assert stream.long.shape == stream.short.shape == (2, *shape)
+
+
+def test_a_saved_state_is_a_snapshot():
+    layer = StreamingNorm(3)
+    layer(torch.randn(4, 3))
+    saved = layer.state_dict()
+    kept = {k: v.clone() for k, v in saved.items()}
+    other = StreamingNorm(3)
+    other.load_state_dict(saved)
+    for module in (layer, other):
+        module.weights_updated()
+        module(torch.randn(4, 3) + 9).sum().backward()
+    for key, value in kept.items():
+        if key not in ("weight", "bias"):
+            assert torch.equal(saved[key], value), key
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_a_copy_never_touches_the_original(duplicate):
+    layer = StreamingNorm(3)
+    layer(torch.randn(4, 3)).sum().backward()
+    before = {k: v.clone() for k, v in layer.state_dict().items()}
+    twin = duplicate(layer)
+    for key, value in twin.state_dict().items():
+        assert torch.equal(value, before[key])
+    twin.weights_updated()
+    twin(torch.randn(4, 3)).sum().backward()
+    assert int(twin.stats.count) == 1
+    assert not torch.equal(twin.mean, layer.mean)
+    for key, value in layer.state_dict().items():
+        assert torch.equal(value, before[key]), key
+
+
+def test_a_copy_between_forward_and_backward_is_apart():
+    layer = StreamingNorm(3)
+    y = layer(torch.randn(4, 3, requires_grad=True))
+    twin = copy.deepcopy(layer)
+    y.sum().backward()
+    assert int(layer.grads.count) == 1
+    assert int(twin.grads.count) == 0
+
+
+KINDS = [StreamingNorm, GeneralBatchNorm, lambda n, **kw: TimeSpecificNorm(n, 2, **kw)]
+
+
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_statistics_are_float32_or_wider(kind, affine):
+    layer = kind(3, affine=affine)
+    layer(torch.randn(8, 3))
+    mean = layer.mean.clone()
+    assert mean.dtype == torch.float32
+    for narrow in (torch.bfloat16, torch.float16):
+        cast = copy.deepcopy(layer).to(narrow)
+        assert cast.mean.dtype == cast.sigma.dtype == torch.float32
+        assert torch.equal(cast.mean, mean)  # never rounded on the way
+        y = cast(torch.randn(8, 3, dtype=narrow))
+        assert y.dtype == narrow
+        y.sum().backward() if affine else None
+        assert cast.mean.dtype == torch.float32
+    wide = copy.deepcopy(layer).double()
+    assert wide.mean.dtype == wide(torch.randn(4, 3).double()).dtype == torch.float64
+    assert wide.float().mean.dtype == torch.float32
+    assert kind(3, affine=affine, dtype=torch.bfloat16).mean.dtype == torch.float32
+    assert kind(3, affine=affine, dtype=torch.float64).mean.dtype == torch.float64
+
+
+def test_counters_keep_their_type():
+    layer = StreamingNorm(3).type(torch.float16)
+    layer(torch.randn(4, 3, dtype=torch.float16))
+    assert layer.stats.count.dtype == torch.int64
+    assert layer.stats.empty.dtype == torch.bool
+
+
+def test_bfloat16_trains_like_float32():
+    x = torch.randn(64, 8) * 3 + 2
+    wide, narrow = StreamingNorm(8), StreamingNorm(8, dtype=torch.bfloat16)
+    for _ in range(3):
+        a, b = x.clone().requires_grad_(), x.bfloat16().requires_grad_()
+        y, z = wide(a), narrow(b)
+        y.square().sum().backward()
+        z.square().sum().backward()
+        torch.testing.assert_close(z.float(), y, rtol=0.02, atol=0.02)
+        torch.testing.assert_close(narrow.sigma, wide.sigma, rtol=0.01, atol=0.01)
+
+
+def test_mixed_types_compute_in_the_wider_one():
+    layer = StreamingNorm(3)
+    y = layer(torch.randn(4, 3, dtype=torch.float64, requires_grad=True))
+    y.sum().backward()
+    assert y.dtype == torch.float64
+    assert layer.mean.dtype == layer.weight.grad.dtype == torch.float32
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert layer(torch.randn(4, 3)).dtype == torch.float32
+        assert layer(torch.randn(4, 3, dtype=torch.bfloat16)).dtype == torch.bfloat16
+
+
+def test_no_grad_collects_statistics_and_nothing_else():
+    with_grad, without = StreamingNorm(3), StreamingNorm(3)
+    x = torch.randn(4, 3)
+    with_grad(x)
+    with torch.no_grad():
+        y = without(x)
+    assert not y.requires_grad
+    assert torch.equal(with_grad.stats.short, without.stats.short)
+    with torch.inference_mode():
+        without(x)
+    without(x.requires_grad_()).sum().backward()
+    assert int(without.stats.count) == 3
+    assert int(without.grads.count) == 1
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_evaluation_is_a_pure_function(code):
+    layer = StreamingNorm(3, ref=code)
+    x = torch.randn(4, 3, 6)
+    layer.eval()
+    assert torch.equal(layer(x), x)  # before training mean = 0, sigma = 1
+    layer.train()
+    layer(x).sum().backward()
+    layer.weights_updated()
+    layer.eval()
+    before = {k: v.clone() for k, v in layer.state_dict().items()}
+    one, two = layer(x), layer(x)
+    assert torch.equal(one, two)
+    torch.testing.assert_close(layer(x[:1]), one[:1])  # of each sample by itself
+    layer(x.requires_grad_()).sum().backward()
+    assert all(torch.equal(v, before[k]) for k, v in layer.state_dict().items())
+    assert layer(x[:0]).shape == (0, 3, 6)
+
+
+def test_resetting():
+    layer = StreamingNorm(3, ref="BA6")
+    layer(torch.randn(4, 3, 5)).sum().backward()
+    with torch.no_grad():
+        layer.weight.fill_(7)
+    layer.reset_gradients()
+    assert int(layer.grads.count) == 0
+    assert layer.grads.empty
+    assert int(layer.stats.count) == 1
+    layer.reset_running_stats()
+    assert int(layer.stats.count) == 0
+    layer(torch.randn(4, 3, 7))  # free to take another size
+    assert (layer.weight == 7).all()
+    layer.reset_parameters()
+    assert (layer.weight == 1).all()
+    batch = GeneralBatchNorm(3, ref="BA6")
+    batch(torch.randn(4, 3, 5))
+    batch.reset_running_stats()
+    batch(torch.randn(4, 3, 7))
+    assert batch.mean.shape == (3, 7)
+
+
+@pytest.mark.parametrize("kind", [StreamingNorm, GeneralBatchNorm])
+@pytest.mark.parametrize("torch_norm", [nn.BatchNorm1d, nn.BatchNorm2d])
+def test_loading_a_trained_batch_norm(kind, torch_norm):
+    theirs = torch_norm(3)
+    shape = (16, 3) if torch_norm is nn.BatchNorm1d else (16, 3, 4, 4)
+    for _ in range(20):
+        theirs(torch.randn(shape) * 4 + 2)
+    nn.init.uniform_(theirs.weight)
+    ours = kind(3)
+    ours.load_state_dict(theirs.state_dict())
+    x = torch.randn(shape)
+    torch.testing.assert_close(ours.eval()(x), theirs.eval()(x), rtol=1e-5, atol=1e-5)
+    ours.train()
+    if kind is StreamingNorm:
+        assert not ours.stats.empty
+        y = ours(torch.randn(shape) * 4 + 2)  # no warm-up, and long counts at once
+        torch.testing.assert_close(ours.mean, 0.7 * ours.stats.long[0] + 0.3 * ours.stats.short[0])
+        y.sum().backward()
+
+
+def test_loading_a_batch_norm_that_saw_nothing_starts_afresh():
+    layer = StreamingNorm(3)
+    layer(torch.randn(4, 3))
+    layer.load_state_dict(nn.BatchNorm1d(3).state_dict())
+    assert layer.stats.empty
+    assert float(layer.state_dict()["seen"]) == 0
+
+
+def test_loading_a_batch_norm_where_it_does_not_fit():
+    theirs = nn.BatchNorm1d(3)
+    theirs(torch.randn(4, 3))
+    with pytest.raises(RuntimeError, match=r"per channel.*BA1 or SP2"):
+        StreamingNorm(3, ref="BA2").load_state_dict(theirs.state_dict())
+    StreamingNorm(3, ref="SP2").load_state_dict(theirs.state_dict())
+
+
+def test_a_whole_model_loads_from_its_batch_norm_twin():
+    theirs = nn.Sequential(nn.Conv2d(3, 5, 3), nn.BatchNorm2d(5), nn.ReLU())
+    ours = nn.Sequential(nn.Conv2d(3, 5, 3), StreamingNorm(5), nn.ReLU())
+    for _ in range(5):
+        theirs(torch.randn(4, 3, 8, 8))
+    assert str(ours.load_state_dict(theirs.state_dict())) == "<All keys matched successfully>"
+    x = torch.randn(4, 3, 8, 8)
+    torch.testing.assert_close(ours.eval()(x), theirs.eval()(x), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("code", ["BA4", "BA5", "BA6"])
+def test_located_statistics_travel_with_their_size(kind, code):
+    trained, fresh, other = (kind(3, ref=code) for _ in range(3))
+    trained(torch.randn(4, 3, 6))
+    unbound = fresh.state_dict()
+    unbound = {k: v.clone() for k, v in unbound.items()}
+    fresh.load_state_dict(trained.state_dict())
+    assert torch.equal(fresh.mean, trained.mean)
+    with pytest.raises(ValueError, match=r"spatial size \(7,\).*bound to \(6,\)"):
+        fresh(torch.randn(4, 3, 7))
+    other(torch.randn(4, 3, 7))
+    before = other.mean.clone()
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        other.load_state_dict(trained.state_dict())
+    assert torch.equal(other.mean, before)
+    other.load_state_dict(unbound)
+    other(torch.randn(4, 3, 8))
+
+
+def test_loading_reports_what_does_not_fit():
+    state = StreamingNorm(3).state_dict()
+    with pytest.raises(RuntimeError, match="size mismatch for stats_long"):
+        StreamingNorm(4).load_state_dict(state)
+    with pytest.raises(RuntimeError, match=r"Missing key.*grads_short"):
+        StreamingNorm(3).load_state_dict({k: v for k, v in state.items() if k != "grads_short"})
+    with pytest.raises(RuntimeError, match=r"Unexpected key.*stray"):
+        StreamingNorm(3).load_state_dict({**state, "stray": torch.zeros(1)})
+    state._metadata[""]["version"] = 2
+    with pytest.raises(RuntimeError, match="newer streamnorm"):
+        StreamingNorm(3).load_state_dict(state)
+
+
+def test_loading_with_assign_brings_a_meta_model_to_life():
+    trained = StreamingNorm(3)
+    trained(torch.randn(4, 3))
+    with torch.device("meta"):
+        empty = StreamingNorm(3)
+    empty.load_state_dict(trained.state_dict(), assign=True)
+    assert torch.equal(empty.mean, trained.mean)
+    assert torch.equal(empty(torch.ones(2, 3)), trained(torch.ones(2, 3)))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("when", ["first", "later"])
+def test_a_batch_that_is_not_finite_leaves_no_trace(kind, bad, when):
+    layer = kind(3)
+    if when == "later":
+        layer(torch.randn(4, 3)).sum().backward()
+    before = {k: v.clone() for k, v in layer.state_dict().items()}
+    x = torch.randn(4, 3)
+    x[1, 2] = bad
+    y = layer(x)
+    assert not torch.isfinite(y[1, 2])  # it is not hidden either
+    y.sum().backward()
+    for key, value in layer.state_dict().items():
+        assert torch.equal(value, before[key]), key
+    layer.zero_grad()
+    clean = copy.deepcopy(layer)
+    layer(torch.ones(4, 3) * torch.arange(4)[:, None]).sum().backward()
+    clean(torch.ones(4, 3) * torch.arange(4)[:, None]).sum().backward()
+    assert torch.equal(layer.mean, clean.mean)
+    assert torch.isfinite(layer.weight.grad).all()
+
+
+def test_training_recovers_from_bad_batches():
+    torch.manual_seed(1)
+    x = torch.randn(256, 10)
+    target = (x @ torch.randn(10, 1)).tanh()
+    model = nn.Sequential(nn.Linear(10, 32), StreamingNorm(32), nn.ReLU(), nn.Linear(32, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    losses = []
+    for step in range(120):
+        batch = x[step % 8 :: 8].clone()
+        if step % 10 == 3:
+            batch[0, 0] = torch.nan
+        loss = (model(batch) - target[step % 8 :: 8]).square().mean()
+        losses.append(float(loss.detach()))
+        optimizer.zero_grad()
+        if torch.isfinite(loss):  # the usual guard: the weights are the loop's to protect
+            loss.backward()
+            optimizer.step()
+    finite = [loss for loss in losses if loss == loss]
+    assert len(finite) == 108
+    assert sum(finite[-8:]) < 0.7 * sum(finite[:8])
+
+
+def test_non_finite_gradients_are_passed_on_but_not_streamed():
+    layer = StreamingNorm(3, beta=(0.5, 0.2, 0.3))
+    layer(torch.randn(4, 3)).sum().backward()
+    before = layer.grads.short.clone()
+    x = torch.randn(4, 3, requires_grad=True)
+    layer(x).backward(torch.full((4, 3), torch.inf))
+    assert not torch.isfinite(x.grad).any()
+    assert torch.equal(layer.grads.short, before)
+
+
+def test_sample_norm_has_no_state():
+    assert set(SampleNorm(3).state_dict()) == {"weight", "bias"}

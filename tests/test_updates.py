@@ -1,0 +1,358 @@
+"""How layers hear of weight updates, with real optimizers and a real GradScaler."""
+
+import copy
+import gc
+import pickle
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import streamnorm
+from streamnorm import DecoupledUpdate, GeneralBatchNorm, Manhattan, StreamingNorm, attach, paused
+from streamnorm.updates import PATIENCE
+
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.01, foreach=False),
+    "sgd-foreach": lambda p: torch.optim.SGD(p, lr=0.01, foreach=True),
+    "sgd-fused": lambda p: torch.optim.SGD(p, lr=0.01, fused=True),
+    "adam-foreach": lambda p: torch.optim.Adam(p, lr=0.01, foreach=True),
+    "adam-fused": lambda p: torch.optim.Adam(p, lr=0.01, fused=True),
+    "manhattan": lambda p: Manhattan(p, lr=0.01),
+}
+
+
+def network(**settings):
+    return nn.Sequential(nn.Linear(4, 6), StreamingNorm(6, **settings), nn.ReLU(), nn.Linear(6, 2))
+
+
+def backward(model, scaler=None, factor=1.0):
+    loss = model(torch.randn(8, 4)).square().mean() * factor
+    (loss if scaler is None else scaler.scale(loss)).backward()
+
+
+def counts(layer):
+    return int(layer.stats.count), int(layer.grads.count)
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_an_ordinary_loop_is_heard(make):
+    model = network()
+    layer, optimizer = model[1], make(model.parameters())
+    for update in range(3):
+        for batch in range(2 + update):  # gradient accumulation
+            backward(model)
+            assert counts(layer) == (batch + 1, batch + 1)
+        short = layer.stats.short.clone()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert counts(layer) == (2 + update, 2 + update)  # the fold is lazy: `short` is there for testing
+        assert torch.equal(layer.stats.short, short)
+    assert not layer.stats.empty
+    assert not layer.grads.empty
+
+
+def test_the_fold_is_the_papers():
+    layer = StreamingNorm(3, kappa=(0.6, 0.4, 0.5, 0.2), warmup=0, dtype=torch.float64)
+    batches = torch.randn(3, 2, 8, 3, dtype=torch.float64)
+    shorts = []
+    for window in batches:
+        for x in window:
+            layer(x)
+        shorts.append(layer.stats.short)
+        layer.weights_updated()
+    layer(batches[0, 0])
+    long = 0.6 * (0.6 * shorts[0] + 0.4 * shorts[1]) + 0.4 * shorts[2]
+    torch.testing.assert_close(layer.stats.long, long, rtol=1e-14, atol=0)
+    assert layer.grads.empty  # H1 and H2 fold independently: there was no backward
+
+
+def test_lbfgs_evaluates_often_and_updates_once():
+    model = network()
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=4)
+    x = torch.randn(16, 4)
+    calls = 0
+
+    def closure():
+        nonlocal calls
+        calls += 1
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    assert calls > 1
+    assert counts(model[1]) == (calls, calls)
+    model(x)
+    assert counts(model[1]) == (1, 0)
+
+
+def test_a_closure_that_runs_the_whole_step_is_one_update():
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.step(lambda: backward(model))
+        assert counts(model[1]) == (1, 1)
+
+
+def test_two_optimizers_do_not_disturb_each_other():
+    generator, critic = network(), network()
+    first, second = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (generator, critic))
+    backward(generator)
+    backward(critic)
+    first.step()
+    backward(generator)
+    backward(critic)
+    assert counts(generator[1]) == (1, 1)
+    assert counts(critic[1]) == (2, 2)
+    second.step()
+    backward(generator)
+    backward(critic)
+    assert counts(generator[1]) == (2, 2)
+    assert counts(critic[1]) == (1, 1)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_layers_without_parameters_need_attach(frozen):
+    model = network(affine=frozen)
+    model[1].requires_grad_(False)
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(trainable, lr=0.1)
+    backward(model)
+    optimizer.step()
+    backward(model)
+    assert counts(model[1]) == (2, 2)
+    handle = attach(optimizer, model)
+    optimizer.step()
+    backward(model)
+    assert counts(model[1]) == (1, 1)
+    handle.remove()
+    handle.remove()
+    optimizer.step()
+    backward(model)
+    assert counts(model[1]) == (2, 2)
+
+
+class Foreign:
+    """An optimizer that torch knows nothing of."""
+
+    def __init__(self, parameters):
+        self.parameters = list(parameters)
+
+    def step(self):
+        with torch.no_grad():
+            for p in self.parameters:
+                p -= 0.1 * p.grad
+        return "stepped"
+
+
+def test_a_foreign_optimizer_is_heard_through_attach():
+    model = network()
+    optimizer = Foreign(model.parameters())
+    first, second = attach(optimizer, model), attach(optimizer, model)
+    for handle in (first, second):  # removed in the order of attachment, the harder one
+        backward(model)
+        assert optimizer.step() == "stepped"
+        backward(model)
+        assert counts(model[1]) == (1, 1)
+        handle.remove()
+    optimizer.step()
+    backward(model)
+    assert counts(model[1]) == (2, 2)
+
+
+def test_attach_sees_through_decoupled_update():
+    model = network(affine=False)
+    optimizer = DecoupledUpdate(torch.optim.SGD(model.parameters(), lr=0.1), batches_per_update=3)
+    attach(optimizer, model)
+    seen = []
+    for _ in range(7):
+        backward(model)
+        optimizer.step()
+        seen.append(counts(model[1])[0])
+    assert seen == [1, 2, 3, 1, 2, 3, 1]
+
+
+def test_attach_refuses_what_it_cannot_serve():
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="no streaming layer"):
+        attach(optimizer, nn.Linear(2, 2))
+    with pytest.raises(TypeError, match="no step"):
+        attach(object(), model)
+    with pytest.raises(TypeError, match="not a GradScaler"):
+        attach(optimizer, model, scaler=2.0)
+    assert model[1]._scaler is None
+
+
+@pytest.mark.parametrize("name", ["sgd", "sgd-foreach", "sgd-fused", "adam-fused"])
+@pytest.mark.parametrize("attached", [True, False])
+def test_a_skipped_step_is_no_update(name, attached):
+    model = network()
+    layer, optimizer = model[1], OPTIMIZERS[name](model.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    if attached:
+        attach(optimizer, model, scaler=scaler)
+    for factor in (1.0, 1.0):
+        backward(model, scaler, factor)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    weights = [p.detach().clone() for p in model.parameters()]
+    backward(model, scaler)  # finite, in the same window as what overflows
+    long = layer.grads.long.clone()
+    backward(model, scaler, float("inf"))
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+    assert all(torch.equal(a, b) for a, b in zip(weights, model.parameters(), strict=True))
+    assert scaler.get_scale() == 512.0
+    for stream in (layer.stats, layer.grads):
+        assert torch.isfinite(stream.long).all()
+        assert torch.isfinite(stream.short).all()
+    assert int(layer.stats.count) == 2
+    assert int(layer.grads.count) == (0 if attached else 1)  # with the scaler the skipped window is dropped whole
+    backward(model, scaler)
+    assert counts(layer) == (3, 1 if attached else 2)  # no fold
+    assert torch.equal(layer.grads.long, long)
+    scaler.step(optimizer)
+    scaler.update()
+    backward(model, scaler)
+    assert counts(layer) == (1, 1)
+
+
+@pytest.mark.parametrize("name", ["sgd", "sgd-fused"])
+def test_a_changing_loss_scale_leaves_no_trace(name):
+    plain = network()
+    scaled = copy.deepcopy(plain)
+    ours, theirs = (OPTIMIZERS[name](m.parameters()) for m in (scaled, plain))
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0, growth_interval=1)  # doubles after every step
+    attach(ours, scaled, scaler=scaler)
+    for seed in range(6):
+        torch.manual_seed(seed)
+        backward(scaled, scaler)
+        scaler.step(ours)
+        scaler.update()
+        ours.zero_grad()
+        torch.manual_seed(seed)
+        backward(plain)
+        theirs.step()
+        theirs.zero_grad()
+    assert scaler.get_scale() == 128.0
+    for key, value in plain.state_dict().items():
+        if not key.endswith("loss_scale"):
+            torch.testing.assert_close(scaled.state_dict()[key], value, rtol=1e-6, atol=1e-7)
+
+
+def test_a_scale_lowered_by_hand_after_a_good_step_drops_nothing():
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    attach(optimizer, model, scaler=scaler)
+    backward(model, scaler)
+    scaler.step(optimizer)
+    scaler.update(new_scale=8.0)
+    assert int(model[1].grads.count) == 1
+    backward(model, scaler)
+    assert not model[1].grads.empty
+
+
+def test_a_disabled_scaler_is_no_scaler():
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    attach(optimizer, model, scaler=scaler)
+    for _ in range(2):
+        backward(model, scaler)
+        scaler.step(optimizer)
+        scaler.update()
+    assert counts(model[1]) == (1, 1)
+
+
+def test_paused_changes_nothing():
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    backward(model)
+    optimizer.step()
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    x = torch.randn(3, 4)
+    with paused(model), paused(model):
+        y = model(x.requires_grad_())
+        y.sum().backward()
+        assert copy.deepcopy(model)[1]._paused == 0
+    assert x.grad is not None
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    torch.testing.assert_close(y, model.eval()(x))
+    model.train()
+    backward(model)
+    assert counts(model[1]) == (1, 1)
+
+
+def test_paused_survives_an_exception_and_covers_batch_norms():
+    layer = GeneralBatchNorm(3)
+    with paused(layer):
+        y = layer(torch.randn(8, 3) + 5)
+    assert y.mean().abs() < 1e-5  # by the mini-batch, as in training
+    assert torch.equal(layer.mean, torch.zeros(3))
+    with pytest.raises(ValueError, match="channels"), paused(layer):
+        layer(torch.randn(8, 4))
+    layer(torch.randn(8, 3) + 5)
+    assert (layer.mean > 0.3).all()
+
+
+def test_a_forgotten_layer_warns_once():
+    layer = StreamingNorm(2, affine=False)
+
+    def passes(n, steps=3):
+        for _ in range(n):
+            h = torch.randn(1, 2, requires_grad=True)
+            for _ in range(steps):  # timesteps of one backward pass count once
+                h = layer(h)
+            h.sum().backward()
+
+    passes(PATIENCE - 1)
+    with pytest.warns(UserWarning, match="no weight update.*attach"):
+        passes(1)
+    passes(2 * PATIENCE, steps=1)
+
+
+def test_a_layer_that_has_heard_does_not_warn():
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for _ in range(3):
+        backward(model)
+        optimizer.step()
+    for _ in range(PATIENCE + 1):
+        backward(model)
+
+
+def test_copies_hear_for_themselves():
+    model = network()
+    copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+    for other in copies:
+        optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+        backward(other)
+        optimizer.step()
+        backward(other)
+        assert counts(other[1]) == (1, 1)
+    assert counts(model[1]) == (0, 0)
+
+
+def test_layers_are_not_kept_alive():
+    model = network()
+    before = len(streamnorm.updates._listeners)
+    del model
+    gc.collect()
+    assert len(streamnorm.updates._listeners) < before
+
+
+def test_a_deep_copy_is_attached_to_nothing():
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    attach(optimizer, model, scaler=torch.amp.GradScaler("cpu"))
+    assert copy.deepcopy(model)[1]._scaler is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pickle.dumps(model)
