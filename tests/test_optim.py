@@ -208,7 +208,7 @@ def test_manhattan_groups_state_and_closure():
     assert torch.equal(model.bias, bias)
     twin = copy.deepcopy(model)
     resumed = Manhattan([{"params": [twin.weight]}, {"params": [twin.bias]}], lr=0.3)
-    resumed.load_state_dict(optimizer.state_dict())
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     for m, o in ((model, optimizer), (twin, resumed)):
         o.zero_grad()
         loss_of(m, data[1]).backward()
