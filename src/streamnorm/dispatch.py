@@ -98,7 +98,7 @@ class _Normalize(torch.autograd.Function):
         # Sums over everything that shares both statistics and gain.
         cell = [call.mean.shape[0], x.shape[1], *call.mean.shape[2:]]
         dbias = dy.sum_to_size(cell)
-        dgain = ((x - call.mean) * dy).sum_to_size(cell) / call.sigma
+        dgain = (x - call.mean).mul_(dy).sum_to_size(cell) / call.sigma
 
         # y = gain * (x - mean) / sigma + bias: dE/dmean = -dbias * gain / sigma, dE/dsigma = -dgain * gain / sigma.
         per_unit = gain / call.sigma

@@ -65,9 +65,13 @@ def normalize(
 ) -> Tensor:
     """N(x, s) = (x - mean) / sigma, then gain and bias per channel; 0 where masked."""
     gain = sigma.reciprocal() if weight is None else channelwise(weight, x) / sigma
-    y = (x - mean) * gain
-    if bias is not None:
-        y = y + channelwise(bias, x)
+    y = x - mean
+    if torch.is_grad_enabled():
+        y = y * gain
+        y = y if bias is None else y + channelwise(bias, x)
+    else:  # the same in place: nobody else holds y
+        y.mul_(gain)
+        y = y if bias is None else y.add_(channelwise(bias, x))
     return _masked(y, mask)
 
 
@@ -92,7 +96,7 @@ def pull_back(
     if p == 2:
         slope = per_sigma / moments.sigma
         offset = per_mean - moments.center * slope
-        dx = x * _spread(slope, ref) + _spread(offset, ref)
+        dx = (x * _spread(slope, ref)).add_(_spread(offset, ref))
     else:
         if own_center:
             pooled = _pooled_dims(x, ref)
@@ -101,7 +105,6 @@ def pull_back(
                 for near, inside in _neighbours(x, ref, mask)
             )
             per_mean = per_mean - per_sigma * (average / n)
-        dx = torch.zeros_like(x)
         sides = zip(
             _shifts(per_mean, ref),
             _shifts(per_sigma, ref),
@@ -109,8 +112,10 @@ def pull_back(
             _shifts(moments.sigma, ref, border=inf),
             strict=True,
         )
-        for mean_share, sigma_share, center, sigma in sides:
-            dx += mean_share + sigma_share * _slope(x, center, sigma, None, p)
+        dx = _total(
+            _slope(x, center, sigma, None, p).mul_(sigma_share).add_(mean_share)
+            for mean_share, sigma_share, center, sigma in sides
+        )
     return _masked(dx, mask)
 
 
@@ -121,8 +126,8 @@ def channelwise(vector: Tensor, x: Tensor) -> Tensor:
 
 def _slope(x: Tensor, center: Tensor, sigma: Tensor, inside: Tensor | None, p: float) -> Tensor:
     """|u|^(p-1) sign(u): bounded by n, since |u| <= n^(1/p)."""
-    u = (x - center) / sigma
-    return _masked(u.sign() if p == 1 else u.sign() * u.abs() ** (p - 1), inside)
+    u = (x - center).div_(sigma)
+    return _masked(u.sign_() if p == 1 else u.abs().pow_(p - 1).copysign_(u), inside)
 
 
 def _sum_of_squares(x: Tensor, center: Tensor, ref: NormRef, mask: Tensor | None, elements: int | Tensor) -> Tensor:

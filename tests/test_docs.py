@@ -1,0 +1,75 @@
+"""The documents keep their word: examples run, links lead somewhere, the demo and the benchmark work."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.filterwarnings("ignore:Lazy modules")
+def test_examples_run(page):
+    names = {}
+    for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL):
+        exec(compile(block, page.name, "exec"), names)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_and_named_files_exist(page):
+    text = page.read_text()
+    for target in re.findall(r"\]\(([^)#:]+)\)", text):
+        assert (page.parent / target).exists(), target
+    for name in re.findall(r"`((?:src|tests|docs|examples|benchmarks)/[\w./]+)`", text):
+        assert (ROOT / name).exists(), name
+    for name in re.findall(r"`(\w+\.py)`", text):
+        assert (ROOT / "src/streamnorm" / name).exists(), name
+
+
+def test_the_map_of_the_paper_names_what_exists():
+    tests = "\n".join(path.read_text() for path in (ROOT / "tests").glob("*.py"))
+    named = re.findall(r"`(\w+\.py)`, `([\w.]+)(?<!\.py)`", (ROOT / "docs/paper.md").read_text())
+    assert len(named) > 10
+    for file, name in named:
+        text = (ROOT / "src/streamnorm" / file).read_text()
+        assert re.search(rf"(def|class) {name.split('.')[-1]}\b", text), f"{name} is not in {file}"
+    for test in re.findall(r"`(test_\w+)`", (ROOT / "docs/paper.md").read_text()):
+        assert f"def {test}(" in tests
+
+
+def test_the_demo(tmp_path):
+    out = tmp_path / "digits.png"
+    options = ["--seeds", "1", "--limit", "64", "--out", str(out)]
+    done = subprocess.run(
+        [sys.executable, "examples/digits.py", *options], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    assert out.read_bytes().startswith(b"\x89PNG")
+    assert "Expected more than 1 value per channel" in done.stdout
+    rows = [line.split() for line in done.stdout.splitlines() if line.startswith("  ")]
+    assert len(rows) == 8
+    assert all("±" in row for row in rows)
+    assert "24/24" in done.stderr  # the progress bar
+
+
+def test_the_memory_of_the_benchmark():
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    try:
+        from layer_cost import bytes_alive
+    finally:
+        sys.path.pop(0)
+    from streamnorm import StreamingNorm
+
+    x = torch.randn(8, 16, 32, 32, requires_grad=True)
+    size = x.numel() * x.element_size()
+    assert 0 <= bytes_alive(StreamingNorm(16), x) < 0.01 * size
+
+    class Greedy(torch.nn.Module):  # the measure can tell
+        def forward(self, x):
+            return (x * 2).exp().sin()
+
+    assert bytes_alive(Greedy(), x) > 0.99 * size
