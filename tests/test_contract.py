@@ -175,6 +175,12 @@ def test_repr_of_an_own_reference():
     assert repr(eval(repr(layer), vars(streamnorm))) == repr(layer)
 
 
+def test_affine_keeps_the_type_of_its_input():
+    affine = streamnorm.Affine(4)
+    assert affine(torch.randn(2, 4, dtype=torch.bfloat16)).dtype == torch.bfloat16
+    assert "4, channel_dim=1" in repr(affine)
+
+
 def test_settings_can_be_changed_like_those_of_torch():
     layer, slow = StreamingNorm(4), GeneralBatchNorm(4)
     layer.eps, slow.momentum = 10.0, 0.0

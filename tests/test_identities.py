@@ -159,6 +159,12 @@ def test_windows_keep_their_precision_far_from_zero():
     narrow = GeneralBatchNorm(3, ref="BA4")(x.float() + 1000)
     wide = GeneralBatchNorm(3, ref="BA4", dtype=torch.float64)((x.float() + 1000).double())
     torch.testing.assert_close(narrow.double(), wide, rtol=1e-3, atol=1e-3)
+    x = torch.randn(8, 1, 40) * 1e-2
+    x[..., 20:] += 1e3  # a quiet half beside a loud one
+    quiet, exact = GeneralBatchNorm(1, ref="BA4", momentum=1), GeneralBatchNorm(1, ref="BA4", momentum=1).double()
+    quiet(x)
+    exact(x.double())
+    torch.testing.assert_close(quiet.sigma[:, :18].double(), exact.sigma[:, :18], rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("samples", [True, False])

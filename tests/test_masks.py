@@ -84,6 +84,63 @@ def test_a_wholly_masked_call_changes_nothing(kind):
         assert torch.equal(value, before[key]), key
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_wholly_masked_call_pushes_no_gradient(kind):
+    """As the padded end of an unrolled batch makes them."""
+    padded, real = kind(3), kind(3)
+    x, nothing = torch.randn(4, 3), torch.zeros(4, dtype=torch.bool)
+    for layer, calls in ((padded, 3), (real, 0)):
+        y = layer(x).square().sum()
+        for _ in range(calls):
+            y = y + layer(x, mask=nothing).sum()
+        y.backward()
+    for key, value in real.state_dict().items():
+        assert torch.equal(padded.state_dict()[key], value), key
+
+
+@pytest.mark.parametrize("code", ["BA4", "BA5", "BA6", "SP4", "SP5"])
+def test_padding_of_every_sample_is_not_there_for_located_references(code):
+    """The same outputs, streams and warm start as on the shorter input, where there is data."""
+    masked, short = (StreamingNorm(3, ref=code, warmup=64, dtype=torch.float64) for _ in range(2))
+    for _ in range(3):
+        x, dy = (torch.randn(4, 3, 8, dtype=torch.float64) for _ in range(2))
+        y, dx, dw, db = gradients(short, x[..., :4], dy[..., :4])
+        x[..., 4:] = torch.nan
+        y2, dx2, dw2, db2 = gradients(masked, x, dy, torch.arange(8) < 4)
+        for a, b in ((y2[..., :4], y), (dx2[..., :4], dx), (dw2, dw), (db2, db)):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+        assert masked.state_dict()["seen"] == short.state_dict()["seen"]
+
+
+def test_a_location_without_data_so_far_starts_from_the_layer():
+    layer = StreamingNorm(1, ref="BA6", warmup=0)
+    x = 10 + torch.randn(4, 1, 2)
+    layer(x, mask=torch.tensor([True, False]))
+    layer(x)
+    assert (layer.mean > 8).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_mask_changed_before_backward_is_noticed(kind):
+    layer, mask = kind(3), torch.rand(4, 5) > 0.3
+    y = layer(torch.randn(4, 3, 5, requires_grad=True), mask=mask).sum()
+    mask.fill_(True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
+
+
+@pytest.mark.parametrize("garbage", GARBAGE)
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_in_evaluation_do_not_see_what_is_masked(kind, garbage):
+    layer = kind(3)
+    layer(torch.randn(4, 3, 5))
+    x, mask = torch.randn(4, 3, 5), torch.arange(5) < 4
+    x[..., 4] = garbage
+    layer.eval()(x.requires_grad_(), mask=mask).sum().backward()
+    assert torch.isfinite(layer.weight.grad).all()
+    assert (x.grad[..., 4] == 0).all()
+
+
 def test_a_location_without_data_keeps_its_latest_statistic():
     layer = StreamingNorm(3, ref="BA6", warmup=0)
     layer(torch.randn(4, 3, 5))

@@ -166,6 +166,24 @@ def test_a_state_that_does_not_fit_is_refused_whole():
         assert target.optimizer.param_groups[0]["lr"] == 0.7
 
 
+def test_a_window_without_gradients_does_nothing():
+    model, _ = problem()
+    optimizer = DecoupledUpdate(torch.optim.SGD(model.parameters(), lr=0.1), 2)
+    weight = model.weight.detach().clone()
+    for _ in range(2):
+        optimizer.step()
+    assert optimizer.calls == 0
+    assert torch.equal(model.weight, weight)
+
+
+def test_what_is_not_an_optimizer_or_a_state_is_refused():
+    with pytest.raises(TypeError, match="wraps a torch optimizer, not Linear"):
+        DecoupledUpdate(nn.Linear(2, 2), 2)
+    optimizer = DecoupledUpdate(torch.optim.SGD(problem()[0].parameters(), lr=0.1), 2)
+    with pytest.raises(ValueError, match="not that of a DecoupledUpdate"):
+        optimizer.load_state_dict({})
+
+
 def test_lbfgs_is_refused():
     with pytest.raises(ValueError, match="LBFGS"):
         DecoupledUpdate(torch.optim.LBFGS(problem()[0].parameters()), 2)

@@ -165,7 +165,9 @@ def test_mixed_types_compute_in_the_wider_one():
     y = layer(torch.randn(4, 3, dtype=torch.float64, requires_grad=True))
     y.sum().backward()
     assert y.dtype == torch.float64
-    assert layer.mean.dtype == layer.weight.grad.dtype == torch.float32
+    kinds = {t.dtype for t in layer.state_dict().values()}
+    assert kinds == {torch.float32, torch.int64, torch.bool}
+    assert layer.weight.grad.dtype == torch.float32
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert layer(torch.randn(4, 3)).dtype == torch.float32
         assert layer(torch.randn(4, 3, dtype=torch.bfloat16)).dtype == torch.bfloat16
@@ -373,3 +375,118 @@ def test_non_finite_gradients_are_passed_on_but_not_streamed():
 
 def test_sample_norm_has_no_state():
     assert set(SampleNorm(3).state_dict()) == {"weight", "bias"}
+
+
+@pytest.mark.parametrize("code", ["BA1", "BA6"])
+def test_a_refused_batch_norm_leaves_the_layer_as_it_was(code):
+    layer, theirs = StreamingNorm(3, ref=code), nn.BatchNorm1d(4)
+    layer(torch.randn(4, 3) + 5)
+    theirs(torch.randn(4, 4))
+    before = {k: v.clone() for k, v in layer.state_dict().items()}
+    state = {k: v for k, v in theirs.state_dict().items() if k not in ("weight", "bias")}
+    with pytest.raises(RuntimeError, match="per channel"):
+        layer.load_state_dict(state, strict=False)
+    assert all(torch.equal(v, before[k]) for k, v in layer.state_dict().items())
+
+
+def test_a_newer_state_is_refused_whole():
+    layer, newer = StreamingNorm(3), StreamingNorm(3)
+    nn.init.zeros_(newer.weight)
+    state = newer.state_dict()
+    state._metadata[""]["version"] = 2
+    with pytest.raises(RuntimeError, match="newer streamnorm"):
+        layer.load_state_dict(state)
+    assert (layer.weight == 1).all()
+
+
+def test_general_batch_norm_from_a_batch_norm_that_saw_nothing():
+    layer = GeneralBatchNorm(3)
+    layer(torch.randn(4, 3) + 5)
+    layer.load_state_dict(nn.BatchNorm1d(3).state_dict())
+    assert torch.equal(layer.mean, torch.zeros(3))
+    assert torch.equal(layer.sigma, torch.ones(3))
+
+
+def test_general_batch_norm_refuses_half_a_state():
+    layer = GeneralBatchNorm(3, ref="BA6")
+    state = {**layer.state_dict(), "mean": torch.zeros(3, 4), "sigma": torch.ones(3, 5)}
+    with pytest.raises(RuntimeError, match="size mismatch for mean"):
+        layer.load_state_dict(state)
+    with pytest.raises(RuntimeError, match=r"Missing key.*sigma"):
+        layer.load_state_dict({k: v for k, v in state.items() if k != "sigma"})
+    assert layer.eval()(torch.randn(2, 3, 6)).shape == (2, 3, 6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("code", ["BA3", "BA5", "BA6"])
+def test_no_space_is_a_spatial_size_too(kind, code):
+    layer, fresh = kind(3, ref=code), kind(3, ref=code)
+    layer(torch.randn(4, 3))
+    fresh.load_state_dict(layer.state_dict())
+    for bound in (layer, fresh):
+        with pytest.raises(ValueError, match=r"bound to \(\)"):
+            bound(torch.randn(4, 3, 5))
+
+
+def test_the_state_can_be_written_in_place():
+    """As a broadcast over processes does: every tensor has memory of its own, and the layer sees what was written."""
+    source, target = (nn.Sequential(nn.Linear(3, 3), StreamingNorm(3)) for _ in range(2))
+    optimizer = torch.optim.SGD(source.parameters(), lr=0.1)
+    for _ in range(3):
+        source(torch.randn(8, 3) + 2).square().sum().backward()
+        optimizer.step()
+    for model in (source, target):
+        memory = [tensor.untyped_storage().data_ptr() for tensor in model.state_dict().values()]
+        assert len(set(memory)) == len(memory)
+    for key, tensor in target.state_dict().items():
+        tensor.copy_(source.state_dict()[key])
+    x = torch.randn(8, 3)
+    assert torch.equal(source(x), target(x))
+    for key, tensor in source.state_dict().items():
+        assert torch.equal(target.state_dict()[key], tensor), key
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("code", ["BA1", "BA6"])
+def test_inference_mode_leaves_nothing_behind(kind, code):
+    layer, x = kind(3, ref=code), torch.randn(4, 3, 2)
+    with torch.inference_mode():
+        layer(torch.randn(4, 3, 2))
+    layer.eval()(x).sum().backward()
+    layer.train()(x).sum().backward()
+    twin = kind(3, ref=code)
+    twin.load_state_dict(layer.state_dict())
+    assert not any(tensor.is_inference() for tensor in layer.state_dict().values())
+
+
+def test_deferred_initialisation():
+    layer = StreamingNorm(3, device="meta").to_empty(device="cpu")
+    layer.reset_parameters()
+    fresh = StreamingNorm(3)
+    for key, tensor in fresh.state_dict().items():
+        assert torch.equal(layer.state_dict()[key], tensor), key
+
+
+def test_a_backward_pass_after_a_reset_is_not_streamed():
+    layer = StreamingNorm(3, ref="BA6")
+    x = torch.randn(4, 3, 5, requires_grad=True)
+    y = layer(x)
+    layer.reset_running_stats()
+    layer(torch.randn(4, 3, 7))
+    y.sum().backward()
+    assert torch.isfinite(x.grad).all()
+    assert int(layer.grads.count) == 0
+    assert layer.grads.short.shape == (2, 3, 7)
+
+
+def test_statistics_are_freed_after_backward():
+    layer = SampleNorm(3, ref="SP4")
+    x = torch.randn(4, 3, 16, 16, requires_grad=True)
+    y = layer(x)
+    loss = y.sum()
+    saved = [t for t in y.grad_fn.saved_tensors if t is not None and t.numel() > 100]
+    assert len(saved) > 1
+    del saved
+    loss.backward()
+    with pytest.raises(RuntimeError, match="second time"):
+        y.grad_fn.saved_tensors  # noqa: B018

@@ -356,3 +356,28 @@ def test_a_deep_copy_is_attached_to_nothing():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         pickle.dumps(model)
+
+
+def test_handles_of_scalers_do_not_undo_each_other():
+    model = network()
+    first, second = (torch.optim.SGD(model[i].parameters(), lr=0.1) for i in (0, 1))
+    scaler, other = torch.amp.GradScaler("cpu"), torch.amp.GradScaler("cpu")
+    one, two, three = attach(first, model, scaler), attach(second, model, scaler), attach(second, model, other)
+    assert model[1]._scaler is other
+    one.remove()
+    assert model[1]._scaler is other
+    three.remove()
+    assert model[1]._scaler is scaler
+    two.remove()
+    assert model[1]._scaler is None
+
+
+def test_parametrized_layers_are_heard():
+    model = network()
+    for name in ("weight", "bias"):
+        nn.utils.parametrize.register_parametrization(model[1], name, nn.Identity())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        backward(model)
+        optimizer.step()
+    assert counts(model[1]) == (1, 1)

@@ -1,14 +1,15 @@
 """What all norms share: their statistic, gain and bias, and the checks at the door."""
 
 from collections.abc import Sequence
-from math import isfinite, prod
+from contextlib import AbstractContextManager, nullcontext
+from math import isfinite
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .dispatch import Call, Statistic, apply
-from .moments import Moments
+from .dispatch import apply
+from .moments import Moments, Statistic
 from .normref import CODES, NormRef, resolve
 
 Device = torch.device | str | int | None
@@ -41,6 +42,7 @@ class Norm(nn.Module):
         if center not in ("mean", "running", "zero"):
             raise ValueError(f'center={center!r}: use "mean" (setting A), "running" (B) or "zero" (C)')
         check_channel_dim(channel_dim)
+        check_dtype(dtype)
         self.num_features = num_features
         self.ref = resolve(ref)
         self.p = float(p)
@@ -64,8 +66,12 @@ class Norm(nn.Module):
         """What S depends on but the data."""
         return Statistic(self.ref, self.p, self.center, self.eps)
 
+    def reset_running_stats(self) -> None:
+        """Forget the statistics, if the norm keeps any."""
+
     def reset_parameters(self) -> None:
-        """Gain 1, bias 0."""
+        """Gain 1, bias 0, and no statistics, as in `nn.BatchNorm`."""
+        self.reset_running_stats()
         reset_affine(self.weight, self.bias)
 
     def enter(self, x: Tensor, mask: Tensor | None, collects: bool) -> tuple[Tensor, Tensor | None]:
@@ -78,9 +84,10 @@ class Norm(nn.Module):
             if fewest == 0:
                 raise ValueError(f"input of shape {tuple(x.shape)} is empty: statistics need at least one element")
             if fewest == 1 and self.center == "mean":
+                more = "larger batches" if self.ref.samples else "a larger reference"
                 raise ValueError(
                     f"input of shape {tuple(x.shape)} has one element per statistic ({self.ref}), from which "
-                    'center="mean" leaves nothing: use StreamingNorm with center="running", or larger batches'
+                    f'center="mean" leaves nothing: use StreamingNorm with center="running", or {more}'
                 )
         return x, mask
 
@@ -90,25 +97,30 @@ class Norm(nn.Module):
 
     def normalize_by_own(self, x: Tensor, own: Moments, mask: Tensor | None) -> Tensor:
         """N(x, S(x)), differentiated exactly: sample and batch normalization."""
-        call = Call(self.statistic, own, own.mean, own.sigma, mask, lambda mean, sigma: (mean, sigma))
-        return self.leave(apply(x, self.weight, self.bias, call))
+        y = apply(
+            x, self.weight, self.bias, mask, own.mean, own.sigma, own, self.statistic, lambda mean, sigma: (mean, sigma)
+        )
+        return self.leave(y)
 
-    def view(self, statistic: Tensor, x: Tensor) -> Tensor:
-        """A stored statistic, shaped to broadcast against the input; a scalar (nothing stored yet) stays one."""
+    def view(self, mean: Tensor, sigma: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Stored statistics, shaped to broadcast against the input; 0 and 1 where nothing is stored yet."""
+        if mean.numel() == 0:
+            shape = tuple(1 for _ in x.shape)
+            return mean.new_zeros(shape), sigma.new_ones(shape)
         shape = (1, *self.ref.kept_shape(x.shape)[1:])
-        return statistic.reshape(shape) if statistic.numel() == prod(shape) else statistic
+        return mean.reshape(shape), sigma.reshape(shape)
 
     def statistic_shape(self, x: Tensor) -> tuple[int, ...]:
         """Shape of a stored statistic for this input."""
         return self.ref.statistic_shape(self.num_features, tuple(x.shape[2:]))
 
     def initial_shape(self) -> tuple[int, ...]:
-        """Shape of a stored statistic before the first call: a scalar where it depends on the spatial size."""
-        return () if self.ref.located else self.ref.statistic_shape(self.num_features, ())
+        """Shape of a stored statistic before the first call: empty where it depends on the spatial size."""
+        return (0,) if self.ref.located else self.ref.statistic_shape(self.num_features, ())
 
     def check_space(self, stored: Tensor, x: Tensor) -> None:
         """References with a location belong to one spatial size, that of the first training call."""
-        if stored.ndim and tuple(stored.shape) != self.statistic_shape(x):
+        if stored.numel() and tuple(stored.shape) != self.statistic_shape(x):
             bound = tuple(stored.shape[self.ref.channels == "each" :])
             raise ValueError(
                 f"input has spatial size {tuple(x.shape[2:])}, but {self.ref} keeps statistics per location and this "
@@ -117,10 +129,10 @@ class Norm(nn.Module):
 
     def can_hold(self, stored: Tensor, shape: torch.Size) -> bool:
         """Whether statistics of this shape may replace the stored ones: the same, or either not bound to a size yet."""
-        if shape == stored.shape:
-            return True
-        legal = not shape or self.ref.channels == "all" or shape[0] == self.num_features
-        return self.ref.located and legal and (stored.ndim == 0 or len(shape) == 0)
+        if shape == stored.shape or not self.ref.located:
+            return shape == stored.shape
+        legal = shape == (0,) or self.ref.channels == "all" or shape[:1] == (self.num_features,)
+        return legal and (stored.numel() == 0 or shape == (0,))
 
     def settings(self, **own: object) -> str:
         """The constructor's arguments, for `extra_repr`."""
@@ -182,22 +194,29 @@ def mini_batch_statistics(own: Moments, latest: Tensor) -> tuple[Tensor, Tensor]
     return s, torch.isfinite(s).all() & has_data.any()
 
 
-def share_among_samples(gradient: Tensor, own: Moments) -> Tensor:
+def share_among_samples(gradient: Tensor, samples: int, present: Tensor | None) -> Tensor:
     """The gradient of the average over samples, for the statistics of each sample."""
-    if own.present is None:
-        return gradient.expand_as(own.mean) / own.mean.shape[0]
-    return gradient * own.present / own.present.sum(0).clamp(min=1)
+    return gradient / samples if present is None else gradient * present / present.sum(0).clamp(min=1)
 
 
-def elements_per_statistic(own: Moments) -> Tensor | int:
+def elements_per_statistic(own: Moments) -> Tensor:
     """Elements of a call per statistic, in all samples; on average where border windows or a mask make them differ."""
-    return own.elements.sum(0).mean() if isinstance(own.elements, Tensor) else own.elements * own.mean.shape[0]
+    if own.present is None:
+        return own.elements.sum(0).mean()
+    return (own.elements * own.present).sum() / own.present.any(0).sum().clamp(min=1)
+
+
+def outside_inference_mode() -> AbstractContextManager[Any]:
+    """For tensors that outlive the call: what is made in inference mode could not be used in training later."""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
+
+
+def is_batchnorm(state_dict: Any, prefix: str) -> bool:
+    return prefix + "running_mean" in state_dict and prefix + "running_var" in state_dict
 
 
 def batchnorm_statistics(state_dict: Any, prefix: str, eps: float) -> tuple[Tensor, Tensor] | None:
-    """Mean and sigma from the state_dict of an `nn.BatchNorm`; None if it is something else, or never saw data."""
-    if prefix + "running_mean" not in state_dict or prefix + "running_var" not in state_dict:
-        return None
+    """Mean and sigma from the state_dict of an `nn.BatchNorm`; None if it never saw data."""
     tracked = state_dict.get(prefix + "num_batches_tracked")
     if tracked is not None and int(tracked) == 0:
         return None
@@ -208,7 +227,12 @@ BATCHNORM_KEYS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 def is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    try:
+        return isfinite(value)
+    except OverflowError:  # an integer too large for a float
+        return False
 
 
 def numbers(name: str, values: Sequence[float], meaning: str) -> tuple[float, ...]:
@@ -226,8 +250,13 @@ def check_count(name: str, value: object) -> None:
         raise ValueError(f"{name}={value!r}: must be a whole number of at least 1")
 
 
+def check_dtype(dtype: torch.dtype | None) -> None:
+    if dtype is not None and not dtype.is_floating_point:
+        raise ValueError(f"dtype={dtype}: normalization needs a real floating point type")
+
+
 def check_channel_dim(channel_dim: object) -> None:
-    if channel_dim not in (1, -1):
+    if type(channel_dim) is not int or channel_dim not in (1, -1):
         raise ValueError(f"channel_dim={channel_dim!r}: use 1 for (N, C, *space) or -1 for (N, *space, C)")
 
 

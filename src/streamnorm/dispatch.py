@@ -5,42 +5,18 @@ flows on. Between forward and backward only the input and a few small tensors st
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from . import moments as plain
-from .moments import Moments, channelwise
-from .normref import NormRef
+from .moments import Moments, Statistic, channelwise
 
 # Given dE/d(mean) and dE/d(sigma) of the statistics that normalized, the gradients to send into S(x).
 Gradient = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 # Given the means of the references and which of them a mask left present, c of the p-th moment.
 Center = Callable[[Tensor, Tensor | None], Tensor]
-
-
-@dataclass(frozen=True)
-class Statistic:
-    """Which statistics a layer takes, fixed when it is built: everything S depends on but the data."""
-
-    ref: NormRef
-    p: float
-    center: str  # "mean", "running" or "zero"
-    eps: float
-
-
-@dataclass(frozen=True)
-class Call:
-    """One call of a layer: S(x), the statistics that normalize, and how their gradient flows on."""
-
-    statistic: Statistic
-    own: Moments
-    mean: Tensor
-    sigma: Tensor
-    mask: Tensor | None
-    gradient: Gradient
 
 
 def measure(x: Tensor, statistic: Statistic, mask: Tensor | None, center: Center) -> Moments:
@@ -50,16 +26,30 @@ def measure(x: Tensor, statistic: Statistic, mask: Tensor | None, center: Center
         elements = plain.count_elements(x, ref, mask)
         mean = plain.reference_mean(x, ref, mask, elements)
         present = None
-        if mask is not None and isinstance(elements, Tensor):
-            present = (elements >= (2 if statistic.center == "mean" else 1)).expand_as(mean)
+        if mask is not None:
+            present = elements >= (2 if statistic.center == "mean" else 1)
+            if ref.window:  # what only padding would use is not there either, whatever its window sees
+                present = present & (mask.any(0, keepdim=True) if ref.samples else mask)
+            present = present.expand_as(mean)
         c = center(mean, present)
-        sigma = plain.reference_sigma(x, c, ref, mask, elements, statistic.p, statistic.eps)
+        sigma = plain.reference_sigma(x, c, statistic, mask, elements)
         return Moments(mean, sigma, c, elements, present)
 
 
-def apply(x: Tensor, weight: Tensor | None, bias: Tensor | None, call: Call) -> Tensor:
-    """N(x, s_hat), gain and bias, differentiable once."""
-    return cast(Tensor, _Normalize.apply(x, weight, bias, call))  # type: ignore[no-untyped-call]
+def apply(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mask: Tensor | None,
+    mean: Tensor,
+    sigma: Tensor,
+    own: Moments,
+    statistic: Statistic,
+    gradient: Gradient,
+) -> Tensor:
+    """N(x, s_hat), gain and bias, differentiable once. `mean`, `sigma`: s_hat; `own`: S(x)."""
+    result = _Normalize.apply(x, weight, bias, mask, mean, sigma, own, statistic, gradient)  # type: ignore[no-untyped-call]
+    return cast(Tensor, result)
 
 
 def evaluate(
@@ -76,49 +66,45 @@ def compute_dtype(x: Tensor, statistics: Tensor) -> torch.dtype:
 
 class _Normalize(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, call: Call) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.has_bias, ctx.call = bias is not None, call
-        return evaluate(x, call.mean, call.sigma, weight, bias, call.mask)
+    def forward(
+        ctx: Any, x: Tensor, weight: Any, bias: Any, mask: Any, mean: Tensor, sigma: Tensor, *rest: Any
+    ) -> Tensor:
+        own, ctx.statistic, ctx.gradient = rest
+        # Through save_for_backward, so that they are freed after backward and a change in place is noticed.
+        ctx.save_for_backward(x, weight, mask, mean, sigma, *own)
+        return evaluate(x, mean, sigma, weight, bias, mask)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "streamnorm layers have no second derivative in training: create_graph=True reached one. "
                 "Call backward without create_graph, or put the layer in evaluation mode first."
             )
-        saved, weight = ctx.saved_tensors
-        call, dtype = ctx.call, compute_dtype(saved, ctx.call.mean)
-        x, dy = saved.to(dtype), dy.to(dtype)
-        if call.mask is not None:  # what lies under a mask may be anything, NaN included
-            x, dy = torch.where(call.mask, x, 0), torch.where(call.mask, dy, 0)
+        saved, weight, mask, mean, sigma, *moments = ctx.saved_tensors
+        own, dtype = Moments(*moments), compute_dtype(saved, mean)
+        x, dy = plain.masked(saved.to(dtype), mask), plain.masked(dy.to(dtype), mask)
         gain = x.new_ones(()) if weight is None else channelwise(weight, x).to(dtype)
 
         # Sums over everything that shares both statistics and gain.
-        cell = [call.mean.shape[0], x.shape[1], *call.mean.shape[2:]]
+        cell = [mean.shape[0], x.shape[1], *mean.shape[2:]]
         dbias = dy.sum_to_size(cell)
-        dgain = (x - call.mean).mul_(dy).sum_to_size(cell) / call.sigma
+        dgain = (x - mean).mul_(dy).sum_to_size(cell) / sigma
 
         # y = gain * (x - mean) / sigma + bias: dE/dmean = -dbias * gain / sigma, dE/dsigma = -dgain * gain / sigma.
-        per_unit = gain / call.sigma
-        grad_mean = -(dbias * per_unit).sum_to_size(call.mean.shape)
-        grad_sigma = -(dgain * per_unit).sum_to_size(call.mean.shape)
-        grad_mean, grad_sigma = call.gradient(grad_mean, grad_sigma)
-
+        per_unit = gain / sigma
+        grad_mean, grad_sigma = ctx.gradient(
+            -(dbias * per_unit).sum_to_size(mean.shape), -(dgain * per_unit).sum_to_size(mean.shape)
+        )
         dx = None
         if ctx.needs_input_grad[0]:
-            kind = call.statistic
-            through = plain.pull_back(
-                x, call.own, grad_mean, grad_sigma, kind.center == "mean", kind.ref, call.mask, kind.p
-            )
+            through = plain.pull_back(x, own, grad_mean, grad_sigma, ctx.statistic, mask)
             dx = (dy * per_unit).add_(through).to(saved.dtype)
-        return (
-            dx,
-            _per_channel(dgain).to(weight.dtype) if ctx.needs_input_grad[1] else None,
-            _per_channel(dbias).to(dy.dtype if weight is None else weight.dtype) if ctx.needs_input_grad[2] else None,
-            None,
+        sums = (
+            _per_channel(cells) if needed else None
+            for cells, needed in zip((dgain, dbias), ctx.needs_input_grad[1:3], strict=True)
         )
+        return dx, *sums, *[None] * 6
 
 
 def _per_channel(cell: Tensor) -> Tensor:

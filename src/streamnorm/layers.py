@@ -5,7 +5,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import stream
 from .base import (
     BATCHNORM_KEYS,
     Device,
@@ -14,11 +13,14 @@ from .base import (
     channels_second,
     check_channel_dim,
     check_count,
+    check_dtype,
     fixed_center,
+    is_batchnorm,
     is_number,
     mini_batch_statistics,
     moved,
     new_affine,
+    outside_inference_mode,
     reset_affine,
     statistics_like,
 )
@@ -111,27 +113,31 @@ class _RunningNorm(Norm):
     def normalize(self, x: Tensor, mask: Tensor | None, index: tuple[int, ...], learns: bool) -> Tensor:
         """`index`: which set of running estimates serves. `learns`: it is updated by this call, in training."""
         x, mask = self.enter(x, mask, collects=self.training)
-        running = torch.stack([self.mean[index], self.sigma[index]])  # a copy: later calls change the buffers
-        self.check_space(running[0], x)
-        mean, sigma = (self.view(row, x) for row in running)
+        self.check_space(self.mean[index], x)
+        mean, sigma = self.view(
+            self.mean[index].clone(), self.sigma[index].clone(), x
+        )  # later calls change the buffers
         if not self.training:
             return self.leave(evaluate(x, mean, sigma, self.weight, self.bias, mask))
-        wide = x.to(compute_dtype(x, running))
-        own = measure(
-            wide,
-            self.statistic,
-            mask,
-            lambda batch, present: mean if self.center == "running" else fixed_center(self.center, batch),
-        )
+        wide = x.to(compute_dtype(x, mean))
+        with outside_inference_mode():
+            own = measure(
+                wide,
+                self.statistic,
+                mask,
+                lambda batch, present: mean if self.center == "running" else fixed_center(self.center, batch),
+            )
         y = self.normalize_by_own(x, own, mask)
         if learns and not self._paused:
-            self._learn(own, index, self.statistic_shape(x))
+            with outside_inference_mode(), torch.no_grad():
+                self._learn(own, index, self.statistic_shape(x))
         return y
 
     def _learn(self, own: Moments, index: tuple[int, ...], shape: tuple[int, ...]) -> None:
         """r <- (1 - momentum) * r + momentum * s."""
-        if self.mean.shape != (*self._sets, *shape):  # the first training call binds the spatial size
-            self.mean, self.sigma = (stream.stretch(b, len(self._sets), shape) for b in (self.mean, self.sigma))
+        if not self.mean.numel():  # the first training call binds the spatial size
+            full = (*self._sets, *shape)
+            self.mean, self.sigma = self.mean.new_zeros(full), self.sigma.new_ones(full)
         running = torch.stack([self.mean[index], self.sigma[index]])
         s, accept = mini_batch_statistics(own, running)
         learned = torch.where(accept, torch.lerp(running, s, self.momentum), running)
@@ -145,16 +151,17 @@ class _RunningNorm(Norm):
         return self
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
-        given = {k: v for k, v in state_dict.items() if k.removeprefix(prefix) not in BATCHNORM_KEYS}
-        batchnorm = batchnorm_statistics(state_dict, prefix, self.eps)
-        for name, value in zip(("mean", "sigma"), batchnorm or (None, None), strict=True):
-            value = given.get(prefix + name) if value is None else value
-            if value is None:
-                continue
-            sets, stored = len(self._sets), getattr(self, name)
-            given[prefix + name] = value
-            if value.shape[:sets] == stored.shape[:sets] and self.can_hold(stored[(0,) * sets], value.shape[sets:]):
-                self._buffers[name] = stored.new_empty(value.shape)
+        names, sets = (prefix + "mean", prefix + "sigma"), len(self._sets)
+        given = dict(state_dict)
+        if is_batchnorm(state_dict, prefix):
+            given = {k: v for k, v in given.items() if k.removeprefix(prefix) not in BATCHNORM_KEYS}
+            initial = self.mean.new_zeros(self.mean.shape), self.sigma.new_ones(self.sigma.shape)
+            given |= zip(names, batchnorm_statistics(state_dict, prefix, self.eps) or initial, strict=True)
+        shapes = {tuple(given[name].shape) for name in names if name in given}
+        shape = torch.Size(next(iter(shapes), ()))
+        whole = len(shapes) == 1 and all(name in given for name in names)
+        if whole and shape[:sets] == self._sets and self.can_hold(self.mean[(0,) * sets], shape[sets:]):
+            self.mean, self.sigma = self.mean.new_empty(shape), self.sigma.new_empty(shape)  # filled by torch below
         super()._load_from_state_dict(given, prefix, *rest)
 
 
@@ -276,6 +283,7 @@ class Affine(nn.Module):
         super().__init__()
         check_count("num_features", num_features)
         check_channel_dim(channel_dim)
+        check_dtype(dtype)
         self.num_features = num_features
         self.channel_dim = channel_dim
         self.weight, self.bias = new_affine(num_features, device, dtype)
@@ -286,7 +294,7 @@ class Affine(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = channels_second(x, self.num_features, self.channel_dim)
-        y = y * channelwise(self.weight, y) + channelwise(self.bias, y)
+        y = (y * channelwise(self.weight, y) + channelwise(self.bias, y)).to(x.dtype)
         return y if self.channel_dim == 1 else y.movedim(1, -1)
 
     def extra_repr(self) -> str:

@@ -5,6 +5,7 @@ against activations. A mask `(N, 1, *space)` is True where the activation is rea
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import reduce
 from itertools import product
 from math import inf, sqrt
@@ -17,46 +18,55 @@ from torch import Tensor
 from .normref import NormRef
 
 
+@dataclass(frozen=True)
+class Statistic:
+    """Which statistics a layer takes: everything that S depends on but the data."""
+
+    ref: NormRef
+    p: float
+    center: str  # "mean", "running" or "zero"
+    eps: float
+
+
 class Moments(NamedTuple):
     """What S returned for one call, and what its gradient needs."""
 
     mean: Tensor
     sigma: Tensor
     center: Tensor  # c of the p-th moment
-    elements: int | Tensor  # per statistic
+    elements: Tensor  # per statistic; broadcasts against `mean`
     present: Tensor | None  # with a mask: which statistics have the elements they need
 
 
-def count_elements(x: Tensor, ref: NormRef, mask: Tensor | None) -> int | Tensor:
+def count_elements(x: Tensor, ref: NormRef, mask: Tensor | None) -> Tensor:
     """Real elements in the reference of each statistic."""
+    samples = 1 if ref.samples else x.shape[0]
     if mask is None and not ref.window:
-        return ref.elements(x.shape)[0]
+        return x.new_full((samples, *(1 for _ in x.shape[1:])), ref.elements(x.shape)[0])
     real = x.new_ones((x.shape[0], 1, *x.shape[2:])) if mask is None else mask.to(x.dtype)
     per_channel = _gather(real, ref)
     return per_channel * x.shape[1] if ref.channels == "all" else per_channel
 
 
-def reference_mean(x: Tensor, ref: NormRef, mask: Tensor | None, elements: int | Tensor) -> Tensor:
+def reference_mean(x: Tensor, ref: NormRef, mask: Tensor | None, elements: Tensor) -> Tensor:
     """Average over the reference; 0 where a mask left no element."""
-    return _gather(_masked(x, mask), ref) / _at_least_one(elements)
+    return _gather(masked(x, mask), ref) / elements.clamp(min=1)
 
 
-def reference_sigma(
-    x: Tensor, center: Tensor, ref: NormRef, mask: Tensor | None, elements: int | Tensor, p: float, eps: float
-) -> Tensor:
+def reference_sigma(x: Tensor, center: Tensor, statistic: Statistic, mask: Tensor | None, elements: Tensor) -> Tensor:
     """sigma = (average |x - center|^p + eps^(p/2))^(1/p), with the largest |x - center| factored out."""
-    n = _at_least_one(elements)
+    ref, p, floor = statistic.ref, statistic.p, sqrt(statistic.eps)
+    n, pooled = elements.clamp(min=1), _pooled_dims(x, ref)
     if p == 2:
-        return (_sum_of_squares(x, center, ref, mask, elements) / n + eps).sqrt()
-    pooled = _pooled_dims(x, ref)
+        return (_sum_of_squares(x, center, ref, mask, elements) / n + statistic.eps).sqrt()
     if p == 1:
-        return _total(_pool(d, pooled) for d in _distances(x, center, ref, mask)) / n + sqrt(eps)
+        return _total(_pool(d, pooled) for d in _distances(x, center, ref, mask)) / n + floor
     largest = center.new_zeros(())
     for d in _distances(x, center, ref, mask):
         largest = torch.maximum(largest, d.amax(pooled, keepdim=True) if pooled else d)
-    largest = largest.clamp(min=max(sqrt(eps), torch.finfo(x.dtype).tiny))
+    largest = largest.clamp(min=max(floor, torch.finfo(x.dtype).tiny))
     total = _total(_pool(d.div_(largest).pow_(p), pooled) for d in _distances(x, center, ref, mask))
-    power: Tensor = total / n + (sqrt(eps) / largest) ** p
+    power: Tensor = total / n + (floor / largest) ** p
     return largest * power ** (1 / p)
 
 
@@ -65,25 +75,18 @@ def normalize(
 ) -> Tensor:
     """N(x, s) = (x - mean) / sigma, then gain and bias per channel; 0 where masked."""
     gain = sigma.reciprocal() if weight is None else channelwise(weight, x) / sigma
-    y = x - mean
+    y = masked(x, mask) - mean
     if torch.is_grad_enabled():
         y = y * gain
         y = y if bias is None else y + channelwise(bias, x)
     else:  # the same in place: nobody else holds y
         y.mul_(gain)
         y = y if bias is None else y.add_(channelwise(bias, x))
-    return _masked(y, mask)
+    return masked(y, mask)
 
 
 def pull_back(
-    x: Tensor,
-    moments: Moments,
-    grad_mean: Tensor,
-    grad_sigma: Tensor,
-    own_center: bool,
-    ref: NormRef,
-    mask: Tensor | None,
-    p: float,
+    x: Tensor, own: Moments, grad_mean: Tensor, grad_sigma: Tensor, statistic: Statistic, mask: Tensor | None
 ) -> Tensor:
     """(dS/dx)^T g: the gradient of the statistics carried to the activations they were taken from.
 
@@ -91,32 +94,29 @@ def pull_back(
     (1) dmean/dx = 1/n;  (2) dsigma/dx = |u|^(p-1) sign(u) / n;
     (3) if c is the reference's own mean, dsigma/dmean = -average of |u|^(p-1) sign(u), which is 0 for p = 2.
     """
-    n = _at_least_one(moments.elements)
-    per_mean, per_sigma = grad_mean / n, grad_sigma / n
+    ref, p, n = statistic.ref, statistic.p, own.elements.clamp(min=1)
+    per_mean, per_sigma = ((grad / n).expand_as(own.sigma) for grad in (grad_mean, grad_sigma))
     if p == 2:
-        slope = per_sigma / moments.sigma
-        offset = per_mean - moments.center * slope
+        slope = per_sigma / own.sigma
+        offset = per_mean - own.center * slope
         dx = (x * _spread(slope, ref)).add_(_spread(offset, ref))
     else:
-        if own_center:
+        if statistic.center == "mean":
             pooled = _pooled_dims(x, ref)
-            average = _total(
-                _pool(_slope(near, moments.center, moments.sigma, inside, p), pooled)
-                for near, inside in _neighbours(x, ref, mask)
-            )
-            per_mean = per_mean - per_sigma * (average / n)
+            slopes = (_slope(near, own.center, own.sigma, inside, p) for near, inside in _neighbours(x, ref, mask))
+            per_mean = per_mean - per_sigma * (_total(_pool(slope, pooled) for slope in slopes) / n)
         sides = zip(
             _shifts(per_mean, ref),
             _shifts(per_sigma, ref),
-            _shifts(moments.center.expand_as(per_mean), ref),
-            _shifts(moments.sigma, ref, border=inf),
+            _shifts(own.center.expand_as(per_mean), ref),
+            _shifts(own.sigma, ref, border=inf),
             strict=True,
         )
         dx = _total(
             _slope(x, center, sigma, None, p).mul_(sigma_share).add_(mean_share)
             for mean_share, sigma_share, center, sigma in sides
         )
-    return _masked(dx, mask)
+    return masked(dx, mask)
 
 
 def channelwise(vector: Tensor, x: Tensor) -> Tensor:
@@ -124,21 +124,24 @@ def channelwise(vector: Tensor, x: Tensor) -> Tensor:
     return vector.reshape(1, -1, *(1 for _ in x.shape[2:]))
 
 
+def masked(values: Tensor, mask: Tensor | None) -> Tensor:
+    """0 where masked. Not a product: what lies under a mask may be anything, NaN included."""
+    return values if mask is None else torch.where(mask, values, 0)
+
+
 def _slope(x: Tensor, center: Tensor, sigma: Tensor, inside: Tensor | None, p: float) -> Tensor:
     """|u|^(p-1) sign(u): bounded by n, since |u| <= n^(1/p)."""
     u = (x - center).div_(sigma)
-    return _masked(u.sign_() if p == 1 else u.abs().pow_(p - 1).copysign_(u), inside)
+    return masked(u.sign_() if p == 1 else u.abs().pow_(p - 1).copysign_(u), inside)
 
 
-def _sum_of_squares(x: Tensor, center: Tensor, ref: NormRef, mask: Tensor | None, elements: int | Tensor) -> Tensor:
+def _sum_of_squares(x: Tensor, center: Tensor, ref: NormRef, mask: Tensor | None, elements: Tensor) -> Tensor:
     if not ref.window:
-        return _gather(_masked((x - center).square_(), mask), ref)
+        return _gather(masked((x - center).square_(), mask), ref)
     # Sliding windows: sum (x-c)^2 = sum x^2 - 2c sum x + n c^2 costs two box filters instead of window^dims passes.
     # It cancels where c is far from 0, so it is done about a common origin and in float64.
-    real = _masked(x, mask)
-    origin = real.mean()
-    real = _masked((x - origin).double(), mask)
-    c = (center - origin).double()
+    origin = masked(x, mask).mean().double()
+    real, c = masked(x.double() - origin, mask), center.double() - origin
     total = _gather(real.square(), ref) - 2 * c * _gather(real, ref) + elements * c.square()
     return total.clamp(min=0).to(x.dtype)
 
@@ -146,7 +149,7 @@ def _sum_of_squares(x: Tensor, center: Tensor, ref: NormRef, mask: Tensor | None
 def _distances(x: Tensor, center: Tensor, ref: NormRef, mask: Tensor | None) -> Iterator[Tensor]:
     """|x - center| for each member of the references, 0 for what is not there, as tensors the caller may change."""
     for near, inside in _neighbours(x, ref, mask):
-        yield _masked((near - center).abs_(), inside)
+        yield masked((near - center).abs_(), inside)
 
 
 def _neighbours(x: Tensor, ref: NormRef, mask: Tensor | None) -> Iterator[tuple[Tensor, Tensor | None]]:
@@ -199,11 +202,3 @@ def _total(parts: Iterator[Tensor]) -> Tensor:
 
 def _pool(values: Tensor, dims: list[int]) -> Tensor:
     return values.sum(dims, keepdim=True) if dims else values  # torch sums everything over no dims
-
-
-def _masked(values: Tensor, mask: Tensor | None) -> Tensor:
-    return values if mask is None else torch.where(mask, values, 0)
-
-
-def _at_least_one(elements: int | Tensor) -> int | Tensor:
-    return elements.clamp(min=1) if isinstance(elements, Tensor) else elements

@@ -89,6 +89,6 @@ def resolve(ref: str | NormRef) -> NormRef:
     """The NormRef that a code of the paper, or a NormRef itself, stands for."""
     if isinstance(ref, NormRef):
         return ref
-    if ref not in CODES:
+    if not isinstance(ref, str) or ref not in CODES:
         raise ValueError(f"ref={ref!r}: use one of {', '.join(CODES)}, or a NormRef")
     return CODES[ref]

@@ -31,6 +31,8 @@ class DecoupledUpdate:
 
     def __init__(self, optimizer: Optimizer, batches_per_update: int) -> None:
         check_count("batches_per_update", batches_per_update)
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(f"DecoupledUpdate wraps a torch optimizer, not {type(optimizer).__name__}")
         if isinstance(optimizer, LBFGS):
             raise ValueError("DecoupledUpdate cannot wrap LBFGS: it evaluates again batches that are gone")
         self.optimizer = optimizer
@@ -54,7 +56,7 @@ class DecoupledUpdate:
             return
         if self.calls > 1:
             gradients = [p.grad for p in self._parameters() if p.grad is not None]
-            with torch.no_grad():
+            if gradients:
                 torch._foreach_div_(gradients, self.calls)
         self.optimizer.step()
         self.calls = 0
@@ -73,6 +75,8 @@ class DecoupledUpdate:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on where `state_dict` was taken; refused whole if it does not fit."""
+        if set(state_dict) != {"optimizer", "calls", "gradients"}:
+            raise ValueError(f"state_dict has the keys {sorted(state_dict)}: it is not that of a DecoupledUpdate")
         parameters, gradients, calls = self._parameters(), state_dict["gradients"], state_dict["calls"]
         shapes = [None if g is None else tuple(g.shape) for g in gradients]
         if len(shapes) != len(parameters):

@@ -35,10 +35,9 @@ class State:
 
 
 def new_stream(shape: tuple[int, ...], like: Tensor) -> Stream:
-    zeros = like.new_zeros((2, *shape))
     return Stream(
-        long=zeros,
-        short=zeros,
+        long=like.new_zeros((2, *shape)),
+        short=like.new_zeros((2, *shape)),
         count=like.new_zeros((), dtype=torch.int64),
         empty=like.new_ones((), dtype=torch.bool),
     )
@@ -95,7 +94,7 @@ def layer_mean(mean: Tensor, present: Tensor | None) -> Tensor:
 
 
 def layer_statistics(mean: Tensor, sigma: Tensor, present: Tensor | None, p: float) -> Tensor:
-    """Statistics of the layer as a whole, `(2,)`: average mean, and the p-th root of the average sigma^p."""
+    """Statistics of the layer as a whole, two numbers: average mean, and the p-th root of the average sigma^p."""
     largest = (sigma if present is None else torch.where(present, sigma, 0)).amax()
     largest = largest.clamp(min=torch.finfo(sigma.dtype).tiny)
     power = layer_mean((sigma / largest) ** p, present)
@@ -105,25 +104,14 @@ def layer_statistics(mean: Tensor, sigma: Tensor, present: Tensor | None, p: flo
 def warm_start(s_hat: Tensor, layer: Tensor, seen: Tensor, warmup: float) -> tuple[Tensor, Tensor]:
     """s_hat <- w * s_hat + (1 - w) * layer with w = min(1, seen / warmup); returns it and w."""
     w = (seen / warmup).clamp(max=1)
-    return torch.lerp(layer.reshape(2, *(1 for _ in s_hat.shape[1:])), s_hat, w), w
+    return torch.lerp(layer, s_hat, w), w
 
 
-def stretch(tensor: Tensor, lead: int, shape: tuple[int, ...]) -> Tensor:
-    """Repeat a tensor over `shape` behind its `lead` leading dimensions, if it has nothing there yet."""
-    if tuple(tensor.shape[lead:]) == shape:
-        return tensor
-    first = tensor.shape[:lead]
-    return tensor.reshape(*first, *(1 for _ in shape)).expand(*first, *shape).clone()
-
-
-def stretch_state(state: State, shape: tuple[int, ...]) -> State:
-    """Give a state whose statistics had no spatial size yet the full shape."""
-    if tuple(state.mean.shape) == shape:
+def bind(state: State, shape: tuple[int, ...]) -> State:
+    """Give a state whose statistics are empty, not bound to a spatial size yet, their shape."""
+    if state.mean.numel():
         return state
-    lead = {name: tensor.ndim for name, tensor in to_dict(new_state((), state.seen)).items()}
-    statistics = ("mean", "sigma", "stats_long", "stats_short", "grads_long", "grads_short")
-    wide = {name: stretch(tensor, lead[name], shape) for name, tensor in to_dict(state).items() if name in statistics}
-    return from_dict(to_dict(state) | wide)
+    return replace(new_state(shape, state.seen), pending=state.pending, loss_scale=state.loss_scale)
 
 
 def to_dict(state: State) -> dict[str, Tensor]:

@@ -1,7 +1,8 @@
 """Streaming Normalization: the layer of the paper, F and G around S and N."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,14 +16,16 @@ from .base import (
     batchnorm_statistics,
     elements_per_statistic,
     fixed_center,
+    is_batchnorm,
     is_number,
     mini_batch_statistics,
     moved,
     numbers,
+    outside_inference_mode,
     share_among_samples,
     statistics_like,
 )
-from .dispatch import Call, apply, compute_dtype, evaluate, measure
+from .dispatch import Gradient, apply, compute_dtype, evaluate, measure
 from .moments import Moments
 from .normref import NormRef
 from .stream import State, Stream
@@ -130,23 +133,23 @@ class StreamingNorm(Norm, Listener):
         x, mask = self.enter(x, mask, collects)
         self.check_space(self.mean, x)
         if not collects:
-            mean, sigma = self.view(self.mean, x), self.view(self.sigma, x)
+            mean, sigma = self.view(self.mean, self.sigma, x)
             return self.leave(evaluate(x, mean, sigma, self.weight, self.bias, mask))
 
         self._forward_runs()
-        before = self._folded(self.statistic_shape(x))
-        wide = x.to(compute_dtype(x, before.mean))
-        s = measure(wide, self.statistic, mask, lambda mean, present: self._center(mean, present, before, x))
-        after, w = self._stream_statistics(before, s)
-        s_hat = self.view(after.mean, x), self.view(after.sigma, x)
-        call = Call(self.statistic, s, *s_hat, mask, lambda mean, sigma: self._stream_gradients(mean, sigma, s, w))
-        y = apply(x, self.weight, self.bias, call)
+        with outside_inference_mode(), torch.no_grad():
+            before = self._folded(self.statistic_shape(x))
+            wide = x.to(compute_dtype(x, before.mean))
+            s = measure(wide, self.statistic, mask, lambda mean, present: self._center(mean, present, before, x))
+            after, s_hat, gradients = self._stream_statistics(before, s)
+        mean, sigma = self.view(s_hat[0], s_hat[1], x)
+        y = apply(x, self.weight, self.bias, mask, mean, sigma, s, self.statistic, gradients)
         self._state, self._marked = after, False
         return self.leave(y)
 
     def _folded(self, shape: tuple[int, ...]) -> State:
-        """The state with a pending weight update folded in, at the full shape of the statistics."""
-        state = stream.stretch_state(self._settled(), shape)
+        """The state with a pending weight update folded in."""
+        state = stream.bind(self._settled(), shape)
         if not self._marked:
             return state
         k1, k2, k3, k4 = self.kappa
@@ -161,40 +164,47 @@ class StreamingNorm(Norm, Listener):
         """c of the p-th moment: `mean` of the references, or the running mean before this call, or 0."""
         if self.center != "running":
             return fixed_center(self.center, mean)
-        running = self.view(before.mean, x)
+        running, _ = self.view(before.mean, before.sigma, x)
         if not self.warmup:
             return running
         return torch.where(before.seen == 0, stream.layer_mean(mean, present), running)
 
-    def _stream_statistics(self, before: State, s: Moments) -> tuple[State, Tensor | None]:
-        """F of the paper and the warm start: the state with the new s_hat, and the w of the warm start."""
+    def _stream_statistics(self, before: State, s: Moments) -> tuple[State, Tensor, Gradient]:
+        """F of the paper and the warm start: the new state, s_hat, and G for the backward pass of this call."""
         latest = torch.stack([before.mean, before.sigma])
-        value, accept = mini_batch_statistics(s, latest)
+        layer = stream.layer_statistics(s.mean, s.sigma, s.present, self.p).to(latest.dtype)
+        layer = layer.reshape(2, *(1 for _ in before.mean.shape))
+        absent = latest if s.present is None else torch.where(before.seen == 0, layer, latest)
+        value, accept = mini_batch_statistics(s, absent)
         stats = stream.push(before.stats, value, accept)
         s_hat = stream.blend(stats, *self.alpha)
-        seen = before.seen + elements_per_statistic(s) * accept
+        seen = before.seen + torch.where(accept, elements_per_statistic(s), 0).to(before.seen.dtype)
         w = None
         if self.warmup:
-            layer = stream.layer_statistics(s.mean, s.sigma, s.present, self.p)
-            s_hat, w = stream.warm_start(s_hat, layer.to(s_hat.dtype), seen, self.warmup)
-        mean, sigma = torch.where(accept, s_hat, latest)
-        return replace(before, stats=stats, mean=mean, sigma=sigma, seen=seen), w
+            s_hat, w = stream.warm_start(s_hat, layer, seen, self.warmup)
+        s_hat = torch.where(accept, s_hat, latest)
+        after = replace(before, stats=stats, mean=s_hat[0].clone(), sigma=s_hat[1].clone(), seen=seen)
+        share = partial(share_among_samples, samples=s.mean.shape[0], present=s.present)
+        return after, s_hat, partial(self._stream_gradients, accept=accept, w=w, share=share)
 
     def _stream_gradients(
-        self, grad_mean: Tensor, grad_sigma: Tensor, s: Moments, w: Tensor | None
+        self, grad_mean: Tensor, grad_sigma: Tensor, accept: Tensor, w: Tensor | None, share: Callable[[Tensor], Tensor]
     ) -> tuple[Tensor, Tensor]:
         """G of the paper: push g = dE/ds_hat into H2, and return what flows on into S(x) in its place."""
         self._backward_runs()
         state = self._settled()
         g = torch.stack([grad_mean, grad_sigma]).to(state.mean.dtype)
-        shape = g.shape
-        g = g.reshape(2, *self.ref.statistic_shape(self.num_features, tuple(s.mean.shape[2:])))
-        state = stream.stretch_state(state, tuple(g.shape[1:]))
+        kept, shape = g.shape, self.ref.statistic_shape(self.num_features, tuple(g.shape[3:]))
+        g = g.reshape(2, *shape)
         scale = None if self._scaler is None else state.loss_scale
         if scale is not None:
             g = g / scale
-        grads = stream.push(state.grads, g, torch.isfinite(g).all())
-        self._state = replace(state, grads=grads)
+        # After a reset between forward and backward there may be no stream of this shape any more: start one.
+        known = tuple(state.mean.shape) == shape
+        grads = state.grads if known else stream.new_stream(shape, state.seen)
+        grads = stream.push(grads, g, accept & torch.isfinite(g).all())
+        if known:
+            self._state = replace(state, grads=grads)
 
         long, short, present = self.beta
         g_hat = stream.blend(grads, long, short)
@@ -203,8 +213,8 @@ class StreamingNorm(Norm, Listener):
         for factor in (w, scale):
             if factor is not None:
                 g_hat = g_hat * factor
-        to_mean, to_sigma = g_hat.reshape(shape).to(grad_mean.dtype)
-        return share_among_samples(to_mean, s), share_among_samples(to_sigma, s)
+        to_mean, to_sigma = g_hat.reshape(kept).to(grad_mean.dtype)
+        return share(to_mean), share(to_sigma)
 
     def _mark_update(self, found_inf: Tensor | None) -> None:
         pending = self._state.pending
@@ -229,6 +239,7 @@ class StreamingNorm(Norm, Listener):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         for name, tensor in stream.to_dict(self._settled()).items():
             destination[prefix + name] = tensor
+        self._marked = True  # the pending mark may be written to through what was handed out
 
     def _load_from_state_dict(
         self,
@@ -242,15 +253,16 @@ class StreamingNorm(Norm, Listener):
     ) -> None:
         names = stream.to_dict(self._state).keys()
         ours = {name: state_dict[prefix + name] for name in names if prefix + name in state_dict}
-        foreign = BATCHNORM_KEYS if prefix + "running_mean" in state_dict and not ours else ()
+        if ours and (local_metadata.get("version") or self._version) > self._version:
+            error_msgs.append(f"{prefix}* was saved by a newer streamnorm (state version {local_metadata['version']})")
+            return
+        foreign = BATCHNORM_KEYS if is_batchnorm(state_dict, prefix) and not ours else ()
         others = {k: v for k, v in state_dict.items() if k.removeprefix(prefix) not in (*names, *foreign)}
         super()._load_from_state_dict(others, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
         if foreign:
             self._load_batchnorm(batchnorm_statistics(state_dict, prefix, self.eps), prefix, error_msgs)
         elif len(ours) < len(names):
             missing_keys.extend(prefix + name for name in names if name not in ours)
-        elif (local_metadata.get("version") or self._version) > self._version:
-            error_msgs.append(f"{prefix}* was saved by a newer streamnorm (state version {local_metadata['version']})")
         else:
             self._load_state(ours, prefix, local_metadata.get("assign_to_params_buffers", False), error_msgs)
 
@@ -276,21 +288,20 @@ class StreamingNorm(Norm, Listener):
 
     def _load_batchnorm(self, statistics: tuple[Tensor, Tensor] | None, prefix: str, error_msgs: list[str]) -> None:
         """Start the streams from a trained `nn.BatchNorm`, without a warm-up; from nothing if it never saw data."""
-        self.reset_running_stats()
+        fresh = stream.new_state(self.initial_shape(), self._state.seen)
         if statistics is None:
+            self._state = fresh
             return
-        mean, sigma = (value.detach().to(self.mean) for value in statistics)
-        if mean.shape != self.mean.shape:
+        both = torch.stack([value.detach().to(self.mean) for value in statistics])
+        if both.shape[1:] != self.mean.shape or self.ref.located:
             error_msgs.append(
-                f"{prefix}running_mean of shape {tuple(mean.shape)} is per channel, the statistics of {self.ref} have "
-                f"shape {tuple(self.mean.shape)}: load an nn.BatchNorm into BA1 or SP2 with as many channels"
+                f"{prefix}running_mean of shape {tuple(both.shape[1:])} is per channel, the statistics of {self.ref} "
+                f"have shape {tuple(self.mean.shape)}: load an nn.BatchNorm into BA1 or SP2 with as many channels"
             )
             return
-        state, both = self._state, torch.stack([mean, sigma])
-        stats = replace(state.stats, long=both, short=both, empty=torch.zeros_like(state.stats.empty))
-        self._state = replace(
-            state, stats=stats, mean=both[0], sigma=both[1], seen=state.seen + max(float(self.warmup), 1.0)
-        )
+        stats = replace(fresh.stats, long=both, short=both.clone(), empty=torch.zeros_like(fresh.stats.empty))
+        mean, sigma = both[0].clone(), both[1].clone()
+        self._state = replace(fresh, stats=stats, mean=mean, sigma=sigma, seen=fresh.seen + max(self.warmup, 1.0))
 
     def extra_repr(self) -> str:
         return self.settings(alpha=self.alpha, beta=self.beta, kappa=self.kappa, warmup=self.warmup)

@@ -29,7 +29,7 @@ class Removable(Protocol):
 class Listener(nn.Module):
     """A module that hears of weight updates. What is kept here belongs to one process and is never saved."""
 
-    _scaler: Scaler | None = None
+    _scalers: tuple[Scaler, ...] = ()  # of the attachments, the last one counts
     _heard = False  # of any weight update, ever
     _passes = 0  # backward passes until then; the timesteps of one pass count once
     _in_backward = False
@@ -50,6 +50,10 @@ class Listener(nn.Module):
         """Remember that the weights changed, unless `found_inf` is non-zero: then the step was skipped."""
         raise NotImplementedError
 
+    @property
+    def _scaler(self) -> Scaler | None:
+        return self._scalers[-1] if self._scalers else None
+
     def _forward_runs(self) -> None:
         self._in_backward = False
 
@@ -67,7 +71,9 @@ class Listener(nn.Module):
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in self.__dict__.items() if key != "_scaler"}  # a copy is attached to nothing
+        return {
+            key: value for key, value in self.__dict__.items() if key != "_scalers"
+        }  # a copy is attached to nothing
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -82,7 +88,7 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         return
     owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for layer in list(_listeners):
-        if any(id(p) in owned for p in layer.parameters(recurse=False)):
+        if any(id(p) in owned for p in layer.parameters()):
             layer._hear(_found_inf(optimizer))
 
 
@@ -129,16 +135,16 @@ def attach(optimizer: Any, module: nn.Module, scaler: Scaler | None = None) -> R
 
     undo = [_after_steps_of(optimizer, heard)]
     if scaler is not None:
-        before = [layer._scaler for layer in layers]
         for layer in layers:
-            layer._scaler = scaler
-        undo.append(lambda: _restore_scalers(layers, before))
+            layer._scalers += (scaler,)
+        undo.append(lambda: _detach_scaler(layers, scaler))
     return _Attachment(undo)
 
 
-def _restore_scalers(layers: list[Listener], before: list[Scaler | None]) -> None:
-    for layer, scaler in zip(layers, before, strict=True):
-        layer._scaler = scaler
+def _detach_scaler(layers: list[Listener], scaler: Scaler) -> None:
+    for layer in layers:
+        at = layer._scalers.index(scaler)
+        layer._scalers = layer._scalers[:at] + layer._scalers[at + 1 :]
 
 
 def _after_steps_of(optimizer: Any, heard: Callable[[object], None]) -> Callable[[], None]:
