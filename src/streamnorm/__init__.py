@@ -1,18 +1,29 @@
 """Streaming normalization for PyTorch: batch norm's benefits where batch norm cannot go."""
 
 from ._version import __version__
+from .cells import GRUCell, LSTMCell, RNNCell
+from .convolutional import ConvGRU, ConvRNN
 from .layers import Affine, GeneralBatchNorm, SampleNorm, TimeSpecificNorm
 from .normref import NormRef
 from .optim import DecoupledUpdate, Manhattan
+from .recurrent import GRU, LSTM, RNN
 from .streaming import StreamingNorm
 from .updates import attach, paused
 
 __all__ = [
+    "GRU",
+    "LSTM",
+    "RNN",
     "Affine",
+    "ConvGRU",
+    "ConvRNN",
     "DecoupledUpdate",
+    "GRUCell",
     "GeneralBatchNorm",
+    "LSTMCell",
     "Manhattan",
     "NormRef",
+    "RNNCell",
     "SampleNorm",
     "StreamingNorm",
     "TimeSpecificNorm",

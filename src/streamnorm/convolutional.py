@@ -1,0 +1,106 @@
+"""Convolutional recurrent layers: the scenario "recurrent and convolutional" of the paper's Table 1."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .base import Device
+from .recurrence import GRU_KIND, RNN_KIND, Convolution, Factory
+from .recurrent import SequenceLayer
+from .streaming import StreamingNorm
+
+
+class _Convolutional(SequenceLayer):
+    """Sequences of images `(N, T, C, H, W)`; convolutions keep the size."""
+
+    def __init__(self, *sizes: int, kernel_size: int, **settings: Any) -> None:
+        if type(kernel_size) is not int or kernel_size < 1 or kernel_size % 2 == 0:
+            raise ValueError(f"kernel_size={kernel_size!r}: must be an odd whole number, so that the size is kept")
+        super().__init__(Convolution(kernel_size), *sizes, **settings)
+        self.kernel_size = kernel_size
+
+    def forward(self, input: Tensor, hx: Tensor | None = None, lengths: Any = None) -> tuple[Tensor, Tensor]:
+        if isinstance(input, Tensor) and input.ndim != 5:
+            raise ValueError(f"input of shape {tuple(input.shape)}: expected (N, T, C, H, W)")
+        self._check_features(input, 2)
+        output, (final,) = self._padded(input.transpose(0, 1), hx, lengths)
+        return output.transpose(0, 1), final
+
+    def extra_repr(self) -> str:
+        return super().extra_repr() + f", kernel_size={self.kernel_size}"
+
+
+class ConvRNN(_Convolutional):
+    """h_t = f(N(W_x * x_t) + N(W_h * h_{t-1})) with convolutions, for image sequences `(N, T, C, H, W)`.
+
+    `net(input, hx=None, lengths=None) -> output, h_n`: output `(N, T, hidden_channels, H, W)`, state `(num_layers, N,
+    hidden_channels, H, W)`. `norm` and `lengths` as in `RNN`.
+
+    >>> output, h_n = ConvRNN(3, 8)(torch.randn(2, 5, 3, 16, 16))
+    >>> output.shape, h_n.shape
+    (torch.Size([2, 5, 8, 16, 16]), torch.Size([1, 2, 8, 16, 16]))
+    """
+
+    kind = RNN_KIND
+
+    def __init__(
+        self,
+        input_channels: int,
+        hidden_channels: int,
+        num_layers: int = 1,
+        *,
+        kernel_size: int = 3,
+        norm: Factory | None = StreamingNorm,
+        nonlinearity: str = "tanh",
+        bias: bool = True,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(
+            input_channels,
+            hidden_channels,
+            num_layers,
+            kernel_size=kernel_size,
+            norm=norm,
+            nonlinearity=nonlinearity,
+            bias=bias,
+            device=device,
+            dtype=dtype,
+        )
+
+
+class ConvGRU(_Convolutional):
+    """The paper's GRU with convolutions in place of matrix products; shapes as in `ConvRNN`.
+
+    >>> output, h_n = ConvGRU(3, 8)(torch.randn(2, 5, 3, 16, 16))
+    >>> output.shape
+    torch.Size([2, 5, 8, 16, 16])
+    """
+
+    kind = GRU_KIND
+
+    def __init__(
+        self,
+        input_channels: int,
+        hidden_channels: int,
+        num_layers: int = 1,
+        *,
+        kernel_size: int = 3,
+        norm: Factory | None = StreamingNorm,
+        nonlinearity: str = "tanh",
+        bias: bool = True,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(
+            input_channels,
+            hidden_channels,
+            num_layers,
+            kernel_size=kernel_size,
+            norm=norm,
+            nonlinearity=nonlinearity,
+            bias=bias,
+            device=device,
+            dtype=dtype,
+        )

@@ -1,0 +1,210 @@
+"""The machinery of recurrent layers: what a step is, how products are taken, and the loop over a packed sequence.
+
+A sequence is kept packed, as `PackedSequence` does: the samples sorted by falling length, the rows of each timestep one
+after the other, so that a sample that has ended is simply not there. Padding is dropped, never masked.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn.grad import conv2d_weight
+
+Factory = Callable[..., nn.Module]  # norm(hidden_size, device=..., dtype=...)
+State = tuple[Tensor, ...]
+Recur = Callable[[int, Tensor], list[Tensor]]  # group of gates, hidden state -> its products, normalized
+Activation = Callable[[Tensor], Tensor]
+
+
+class Kind(NamedTuple):
+    """What is recurrent: the gates, in the order of torch.nn, and one step."""
+
+    gates: int
+    groups: tuple[int, ...]  # how many gates share one recurrent product, in order
+    states: int
+    advance: Callable[[list[Tensor], State, Recur, Activation, Activation], State]
+
+
+def _rnn(x: list[Tensor], state: State, recur: Recur, f: Activation, cell: Activation) -> State:
+    """h_t = f(N(W_x x_t) + N(W_h h_{t-1}))"""
+    (h,) = state
+    return (f(x[0] + recur(0, h)[0]),)
+
+
+def _gru(x: list[Tensor], state: State, recur: Recur, f: Activation, cell: Activation) -> State:
+    """The paper's GRU, which resets the hidden state before its matrix product."""
+    (h,) = state
+    r, z = (torch.sigmoid(a + b) for a, b in zip(x[:2], recur(0, h), strict=True))
+    new = f(x[2] + recur(1, h * r)[0])
+    return (z * new + (1 - z) * h,)
+
+
+def _lstm(x: list[Tensor], state: State, recur: Recur, f: Activation, cell: Activation) -> State:
+    h, c = state
+    i, forget, g, o = (a + b for a, b in zip(x, recur(0, h), strict=True))
+    c = torch.sigmoid(forget) * c + torch.sigmoid(i) * f(g)
+    return torch.sigmoid(o) * f(cell(c)), c
+
+
+RNN_KIND = Kind(1, (1,), 1, _rnn)
+GRU_KIND = Kind(3, (2, 1), 1, _gru)
+LSTM_KIND = Kind(4, (4,), 2, _lstm)
+
+
+@dataclass(frozen=True)
+class Linear:
+    """Matrix products: activations are `(N, features)`."""
+
+    def weight_shape(self, out_features: int, in_features: int) -> tuple[int, ...]:
+        return out_features, in_features
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return F.linear(x, weight, bias)
+
+    def add(self, z: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        return torch.addmm(z, x, weight.t())
+
+    def weight_gradient(self, x: Tensor, dy: Tensor, weight: Tensor) -> Tensor:
+        return dy.t() @ x
+
+
+@dataclass(frozen=True)
+class Convolution:
+    """Convolutions that keep the size: activations are `(N, channels, H, W)`."""
+
+    kernel_size: int
+
+    def weight_shape(self, out_channels: int, in_channels: int) -> tuple[int, ...]:
+        return out_channels, in_channels, self.kernel_size, self.kernel_size
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return F.conv2d(x, weight, bias, padding=self.kernel_size // 2)
+
+    def add(self, z: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        return z + self(x, weight)
+
+    def weight_gradient(self, x: Tensor, dy: Tensor, weight: Tensor) -> Tensor:
+        return conv2d_weight(x, list(weight.shape), dy, padding=self.kernel_size // 2)
+
+
+Product = Linear | Convolution
+
+
+class _LateWeight(torch.autograd.Function):
+    """A zero for every product of a weight in a loop; its gradient is the gradient of all products at once.
+
+    The loop computes zero_t + h_t W with W detached, so the steps carry gradient to h_t alone, and the gradient of W is
+    one product after the loop instead of one per timestep. `used[t]` is h_t, filled in by the loop.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, used: list[Tensor], product: Product, shape: tuple[int, ...]) -> Tensor:
+        ctx.save_for_backward(weight)
+        ctx.used, ctx.product = used, product
+        return weight.new_zeros(()).expand(shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        (weight,) = ctx.saved_tensors
+        return ctx.product.weight_gradient(torch.cat(ctx.used), dy, weight), None, None, None
+
+
+class Norms(nn.Module):
+    """One norm per product and gate of a layer, and one for the cell state if asked for."""
+
+    def __init__(
+        self, norm: Factory, gates: int, hidden_size: int, cell: bool, device: Any, dtype: torch.dtype | None
+    ) -> None:
+        super().__init__()
+
+        def make() -> nn.Module:
+            return norm(hidden_size, device=device, dtype=dtype)
+
+        self.x = nn.ModuleList(make() for _ in range(gates))
+        self.h = nn.ModuleList(make() for _ in range(gates))
+        self.cell = make() if cell else None
+
+
+class Gates:
+    """The products of one layer and direction, split into gates and normalized."""
+
+    def __init__(
+        self, kind: Kind, product: Product, weight_hh: Tensor, bias_hh: Tensor | None, norms: Norms | None, size: int
+    ) -> None:
+        self.kind, self.product, self.norms, self.size = kind, product, norms, size
+        rows = [group * size for group in kind.groups]
+        self.weights = torch.split(weight_hh, rows)
+        self.biases = [None] * len(rows) if bias_hh is None else list(torch.split(bias_hh, rows))
+        self.first = [sum(kind.groups[:i]) for i in range(len(rows))]
+
+    def of_input(self, products: Tensor, mask: Tensor | None, step: int) -> list[Tensor]:
+        parts = torch.split(products, self.size, 1)
+        if self.norms is None:
+            return list(parts)
+        return [norm(part, mask=mask, step=step) for norm, part in zip(self.norms.x, parts, strict=True)]
+
+    def of_hidden(self, group: int, products: Tensor, mask: Tensor | None, step: int) -> list[Tensor]:
+        parts = torch.split(products, self.size, 1)
+        if self.norms is None:
+            return list(parts)
+        norms = list(self.norms.h)[self.first[group] :]
+        return [norm(part, mask=mask, step=step) for norm, part in zip(norms, parts, strict=False)]
+
+    def cell(self, mask: Tensor | None, step: int) -> Activation:
+        if self.norms is None or self.norms.cell is None:
+            return lambda c: c
+        norm = self.norms.cell
+        return lambda c: cast(Tensor, norm(c, mask=mask, step=step))
+
+
+def run_packed(
+    gates: Gates, products: Tensor, sizes: Sequence[int], start: State, f: Activation, reverse: bool
+) -> tuple[Tensor, State]:
+    """One layer in one direction over a packed sequence; `products` are those of the input, all timesteps at once.
+
+    `sizes[t]`: samples that reach timestep t, never rising. Returns the packed outputs, and the state of each sample
+    after its own last step.
+    """
+    inputs = torch.split(products, list(sizes))
+    used: list[list[Any]] = [[None] * len(sizes) for _ in gates.weights]
+    zeros = [
+        _late_zeros(weight, bias, each, gates.product, products, sizes)
+        for weight, bias, each in zip(gates.weights, gates.biases, used, strict=True)
+    ]
+    outputs: list[Any] = [None] * len(sizes)
+    ended: list[State] = []
+    state = tuple(s[:0] for s in start) if reverse else start
+    for t in reversed(range(len(sizes))) if reverse else range(len(sizes)):
+        here = state[0].shape[0]
+        if sizes[t] < here:
+            ended.append(tuple(s[sizes[t] :] for s in state))
+            state = tuple(s[: sizes[t]] for s in state)
+        elif sizes[t] > here:  # going backward in time, samples begin at their own last step
+            state = tuple(torch.cat([s, s0[here : sizes[t]]]) for s, s0 in zip(state, start, strict=True))
+
+        def recur(group: int, h: Tensor, t: int = t) -> list[Tensor]:
+            used[group][t] = h.detach()
+            product = gates.product.add(zeros[group][t], h, gates.weights[group].detach())
+            return gates.of_hidden(group, product, None, t)
+
+        state = gates.kind.advance(gates.of_input(inputs[t], None, t), state, recur, f, gates.cell(None, t))
+        outputs[t] = state[0]
+    ended.append(state)
+    final = tuple(torch.cat(parts) for parts in zip(*reversed(ended), strict=True))
+    return torch.cat(outputs), final
+
+
+def _late_zeros(
+    weight: Tensor, bias: Tensor | None, used: list[Any], product: Product, like: Tensor, sizes: Sequence[int]
+) -> tuple[Tensor, ...]:
+    """What is added to the products of a weight at each timestep: the bias, if any, and the way to the gradient."""
+    shape = (like.shape[0], weight.shape[0], *like.shape[2:])
+    zeros = cast(Tensor, _LateWeight.apply(weight, used, product, shape))  # type: ignore[no-untyped-call]
+    if bias is not None:
+        zeros = zeros + bias.reshape(-1, *(1 for _ in shape[2:]))
+    return torch.split(zeros, list(sizes))

@@ -1,0 +1,294 @@
+"""Normalized recurrent layers over sequences: RNN, GRU and LSTM."""
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+
+from .base import Device, Norm, check_count, is_number
+from .cells import ACTIVATIONS, RecurrentBase
+from .recurrence import GRU_KIND, LSTM_KIND, RNN_KIND, Factory, Linear, Product, State, run_packed
+from .streaming import StreamingNorm
+
+
+class SequenceLayer(RecurrentBase):
+    """Layers and directions over a sequence."""
+
+    def __init__(
+        self,
+        product: Product,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int,
+        *,
+        norm: Factory | None,
+        nonlinearity: str = "tanh",
+        bias: bool = True,
+        cell_norm: bool = False,
+        dropout: float = 0.0,
+        bidirectional: bool = False,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        for name, value in (("input_size", input_size), ("hidden_size", hidden_size), ("num_layers", num_layers)):
+            check_count(name, value)
+        if not (is_number(dropout) and 0 <= dropout <= 1):
+            raise ValueError(f"dropout={dropout!r}: must be a number from 0 to 1")
+        if dropout and num_layers == 1:
+            warnings.warn(f"dropout={dropout} acts between layers, and num_layers=1 has none", stacklevel=3)
+        directions = ["", "_reverse"] if bidirectional else [""]
+        suffixes = [
+            (f"_l{layer}{direction}", hidden_size * len(directions) if layer else input_size)
+            for layer in range(num_layers)
+            for direction in directions
+        ]
+        super().__init__(product, input_size, hidden_size, norm, nonlinearity, bias, cell_norm, suffixes, device, dtype)
+        self.num_layers = num_layers
+        self.dropout = float(dropout)
+        self.bidirectional = bidirectional
+        self._suffixes = [suffix for suffix, _ in suffixes]
+
+    def _run(self, data: Tensor, sizes: list[int], start: State) -> tuple[Tensor, State]:
+        """All layers over packed data `(rows, features, *space)`; states are `(layers * directions, N, ...)`."""
+        self._check_norms(data, sizes)
+        f, finals = ACTIVATIONS[self.nonlinearity], []
+        directions = 1 + self.bidirectional
+        for i in range(0, len(self._suffixes), directions):
+            if i and self.dropout:
+                data = nn.functional.dropout(data, self.dropout, self.training)
+            outputs = []
+            for j, suffix in enumerate(self._suffixes[i : i + directions]):
+                gates, products = self._gates(suffix), self._input_products(data, suffix)
+                first = tuple(s[i + j] for s in start)
+                output, final = run_packed(gates, products, sizes, first, f, reverse=j == 1)
+                outputs.append(output)
+                finals.append(final)
+            data = torch.cat(outputs, 1) if self.bidirectional else outputs[0]
+        return data, tuple(torch.stack(states) for states in zip(*finals, strict=True))
+
+    def _check_norms(self, data: Tensor, sizes: list[int]) -> None:
+        """Ask the norms before the first timestep whether they can take the smallest step."""
+        shape = (min(sizes), self.hidden_size, *data.shape[2:])
+        for norm in self.modules():
+            if isinstance(norm, Norm) and norm.training:
+                try:
+                    norm.enter(torch.empty(shape, device="meta"), None, collects=True)
+                except ValueError as refused:
+                    raise ValueError(
+                        f"timestep {sizes.index(min(sizes))} has {min(sizes)} sample(s): {refused}; or batch sequences "
+                        "so that the longest have company"
+                    ) from None
+
+    def _padded(self, x: Tensor, hx: Any, lengths: Any) -> tuple[Tensor, State]:
+        """A sequence `(T, N, ...)`: packed if there are lengths, run, and padded again with zeros."""
+        steps, batch = x.shape[:2]
+        if steps == 0 or batch == 0:
+            raise ValueError(f"input has {steps} timesteps of {batch} samples: a sequence needs at least one of each")
+        shape = (len(self._suffixes), batch, self.hidden_size, *x.shape[3:])
+        start = self._states(hx, shape, x)
+        if lengths is None:
+            output, final = self._run(x.flatten(0, 1), [batch] * steps, start)
+            return output.reshape(steps, batch, *output.shape[1:]), final
+        packed = pack_padded_sequence(x, _checked_lengths(lengths, steps, batch), enforce_sorted=False)
+        packed, final = self._packed(packed, start)
+        return pad_packed_sequence(packed, total_length=steps)[0], final
+
+    def _packed(self, packed: PackedSequence, start: State) -> tuple[PackedSequence, State]:
+        data, sizes, order, back = packed
+        if order is not None:
+            start = tuple(s.index_select(1, order) for s in start)
+        output, final = self._run(data, sizes.tolist(), start)
+        if back is not None:
+            final = tuple(s.index_select(1, back) for s in final)
+        return PackedSequence(output, sizes, order, back), final
+
+    def extra_repr(self) -> str:
+        shown = {"num_layers": self.num_layers, "nonlinearity": self.nonlinearity, "dropout": self.dropout}
+        shown |= {"bidirectional": self.bidirectional}
+        return f"{self.input_size}, {self.hidden_size}, " + ", ".join(f"{k}={v!r}" for k, v in shown.items())
+
+
+def _checked_lengths(given: Any, steps: int, batch: int) -> Tensor:
+    lengths: Tensor = torch.as_tensor(given).cpu()
+    if lengths.is_floating_point() or lengths.is_complex() or lengths.dtype == torch.bool:
+        raise TypeError(f"lengths has dtype {lengths.dtype}: pass whole numbers")
+    if tuple(lengths.shape) != (batch,):
+        raise ValueError(f"lengths of shape {tuple(lengths.shape)}: expected one per sample, ({batch},)")
+    if int(lengths.min()) < 1 or int(lengths.max()) > steps:
+        raise ValueError(f"lengths from {int(lengths.min())} to {int(lengths.max())}: must be from 1 to {steps}")
+    return lengths
+
+
+class _Linear(SequenceLayer):
+    """Sequences of vectors, in the layouts of torch.nn."""
+
+    def __init__(self, *sizes: int, batch_first: bool, **settings: Any) -> None:
+        super().__init__(Linear(), *sizes, **settings)
+        self.batch_first = batch_first
+
+    def forward(self, input: Tensor | PackedSequence, hx: Any = None, lengths: Any = None) -> tuple[Any, Any]:
+        if isinstance(input, PackedSequence):
+            if lengths is not None:
+                raise ValueError("a PackedSequence has its lengths: pass lengths= only with a padded tensor")
+            self._check_features(input.data, 1)
+            shape = (len(self._suffixes), int(input.batch_sizes[0]), self.hidden_size)
+            packed, final = self._packed(input, self._states(hx, shape, input.data))
+            return packed, self._packaged(final)
+        self._check_features(input, -1)
+        if input.ndim == 2:
+            return self._unbatched(input, hx, lengths)
+        if input.ndim != 3:
+            layout = "(N, T, features)" if self.batch_first else "(T, N, features)"
+            raise ValueError(f"input of shape {tuple(input.shape)}: expected {layout}, or (T, features)")
+        output, final = self._padded(input.transpose(0, 1) if self.batch_first else input, hx, lengths)
+        return output.transpose(0, 1) if self.batch_first else output, self._packaged(final)
+
+    def _unbatched(self, x: Tensor, hx: Any, lengths: Any) -> tuple[Tensor, Any]:
+        if lengths is not None:
+            raise ValueError("lengths= needs a batch: input (T, features) is one sequence")
+        start = self._states(hx, (len(self._suffixes), self.hidden_size), x)
+        output, final = self._padded(x.unsqueeze(1), tuple(s.unsqueeze(1) for s in start), None)
+        return output.squeeze(1), self._packaged(tuple(s.squeeze(1) for s in final))
+
+    def extra_repr(self) -> str:
+        return super().extra_repr() + f", batch_first={self.batch_first}"
+
+
+class RNN(_Linear):
+    """A normalized recurrent network: h_t = f(N(W_x x_t) + N(W_h h_{t-1})), called like `torch.nn.RNN`.
+
+    `norm` makes a norm module for each product, `norm(hidden_size, device=..., dtype=...)`: `StreamingNorm` (one set of
+    statistics for all timesteps, so sequences may be longer than those trained on), `SampleNorm`,
+    `functools.partial(TimeSpecificNorm, steps=100)`, or None for torch's own network. The norms bring gain and bias;
+    `bias` counts only without a norm. f is "tanh" or "relu".
+
+    `rnn(input, hx=None, lengths=None) -> output, h_n`: input `(T, N, input_size)`, `(N, T, input_size)` with
+    `batch_first`, one sequence `(T, input_size)`, or a PackedSequence. `lengths` `(N,)` are the real steps of each padded
+    sample: what is behind them enters no statistic and no gradient, and comes out as 0.
+
+    >>> rnn = RNN(3, 5, num_layers=2, batch_first=True)
+    >>> output, h_n = rnn(torch.randn(4, 7, 3), lengths=[7, 5, 5, 2])
+    >>> output.shape, h_n.shape
+    (torch.Size([4, 7, 5]), torch.Size([2, 4, 5]))
+    """
+
+    kind = RNN_KIND
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int = 1,
+        *,
+        norm: Factory | None = StreamingNorm,
+        nonlinearity: str = "tanh",
+        bias: bool = True,
+        batch_first: bool = False,
+        dropout: float = 0.0,
+        bidirectional: bool = False,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(
+            input_size,
+            hidden_size,
+            num_layers,
+            batch_first=batch_first,
+            norm=norm,
+            nonlinearity=nonlinearity,
+            bias=bias,
+            dropout=dropout,
+            bidirectional=bidirectional,
+            device=device,
+            dtype=dtype,
+        )
+
+
+class GRU(_Linear):
+    """The paper's normalized GRU, called like `torch.nn.GRU` but not the same function:
+
+    r, z = sigmoid(N(W_x x_t) + N(W_h h)); new = f(N(W_x x_t) + N(W_h (h * r))); h_t = z * new + (1 - z) * h.
+
+    It resets the hidden state before its matrix product, where `torch.nn.GRU` resets the product, and its z is torch's
+    1 - z: weights of a `torch.nn.GRU` load, but mean something else. Everything else as in `RNN`.
+
+    >>> output, h_n = GRU(3, 5)(torch.randn(7, 4, 3))
+    >>> output.shape
+    torch.Size([7, 4, 5])
+    """
+
+    kind = GRU_KIND
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int = 1,
+        *,
+        norm: Factory | None = StreamingNorm,
+        nonlinearity: str = "tanh",
+        bias: bool = True,
+        batch_first: bool = False,
+        dropout: float = 0.0,
+        bidirectional: bool = False,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(
+            input_size,
+            hidden_size,
+            num_layers,
+            batch_first=batch_first,
+            norm=norm,
+            nonlinearity=nonlinearity,
+            bias=bias,
+            dropout=dropout,
+            bidirectional=bidirectional,
+            device=device,
+            dtype=dtype,
+        )
+
+
+class LSTM(_Linear):
+    """A normalized LSTM, called like `torch.nn.LSTM`; not in the paper, by the same rule.
+
+    i, f, g, o = N(W_x x_t) + N(W_h h); c_t = sigmoid(f) * c + sigmoid(i) * tanh(g); h_t = sigmoid(o) * tanh(c_t), with a
+    norm on c_t inside the last tanh if `cell_norm`. The state is `(h, c)`. Everything else as in `RNN`.
+
+    >>> output, (h_n, c_n) = LSTM(3, 5)(torch.randn(7, 4, 3))
+    >>> c_n.shape
+    torch.Size([1, 4, 5])
+    """
+
+    kind = LSTM_KIND
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int = 1,
+        *,
+        norm: Factory | None = StreamingNorm,
+        cell_norm: bool = False,
+        bias: bool = True,
+        batch_first: bool = False,
+        dropout: float = 0.0,
+        bidirectional: bool = False,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(
+            input_size,
+            hidden_size,
+            num_layers,
+            batch_first=batch_first,
+            norm=norm,
+            cell_norm=cell_norm,
+            bias=bias,
+            dropout=dropout,
+            bidirectional=bidirectional,
+            device=device,
+            dtype=dtype,
+        )
