@@ -148,8 +148,8 @@ class _Cell(RecurrentBase):
 class RNNCell(_Cell):
     """h' = f(N(W_x x) + N(W_h h)), each product with its own norm; see `RNN`.
 
-    `cell(input, hx=None, mask=None, step=0)`: input `(N, input_size)`, state `(N, hidden_size)`. `step` is the timestep,
-    for `TimeSpecificNorm`.
+    `cell(input, hx=None, mask=None, step=0)`: input `(N, input_size)`, state `(N, hidden_size)`. `step` is the
+    timestep, for `TimeSpecificNorm`.
 
     >>> cell, h = RNNCell(3, 5), None
     >>> for t in range(4):

@@ -88,7 +88,8 @@ class Convolution:
         return z + self(x, weight)
 
     def weight_gradient(self, x: Tensor, dy: Tensor, weight: Tensor) -> Tensor:
-        return conv2d_weight(x, list(weight.shape), dy, padding=self.kernel_size // 2)
+        grad = conv2d_weight(x, weight.shape, dy, padding=self.kernel_size // 2)  # type: ignore[no-untyped-call]
+        return cast(Tensor, grad)
 
 
 Product = Linear | Convolution

@@ -165,8 +165,8 @@ class RNN(_Linear):
     `bias` counts only without a norm. f is "tanh" or "relu".
 
     `rnn(input, hx=None, lengths=None) -> output, h_n`: input `(T, N, input_size)`, `(N, T, input_size)` with
-    `batch_first`, one sequence `(T, input_size)`, or a PackedSequence. `lengths` `(N,)` are the real steps of each padded
-    sample: what is behind them enters no statistic and no gradient, and comes out as 0.
+    `batch_first`, one sequence `(T, input_size)`, or a PackedSequence. `lengths` `(N,)` are the real steps of each
+    padded sample: what is behind them enters no statistic and no gradient, and comes out as 0.
 
     >>> rnn = RNN(3, 5, num_layers=2, batch_first=True)
     >>> output, h_n = rnn(torch.randn(4, 7, 3), lengths=[7, 5, 5, 2])
@@ -254,8 +254,8 @@ class GRU(_Linear):
 class LSTM(_Linear):
     """A normalized LSTM, called like `torch.nn.LSTM`; not in the paper, by the same rule.
 
-    i, f, g, o = N(W_x x_t) + N(W_h h); c_t = sigmoid(f) * c + sigmoid(i) * tanh(g); h_t = sigmoid(o) * tanh(c_t), with a
-    norm on c_t inside the last tanh if `cell_norm`. The state is `(h, c)`. Everything else as in `RNN`.
+    i, f, g, o = N(W_x x_t) + N(W_h h); c_t = sigmoid(f) * c + sigmoid(i) * tanh(g); h_t = sigmoid(o) * tanh(c_t), with
+    a norm on c_t inside the last tanh if `cell_norm`. The state is `(h, c)`. Everything else as in `RNN`.
 
     >>> output, (h_n, c_n) = LSTM(3, 5)(torch.randn(7, 4, 3))
     >>> c_n.shape

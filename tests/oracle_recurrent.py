@@ -1,0 +1,87 @@
+"""The paper's normalized RNN and GRU, step by step in NumPy, forward and backward; norms come from `oracle`."""
+
+import numpy as np
+
+
+def tanh(u):
+    return np.tanh(u), 1 - np.tanh(u) ** 2
+
+
+def relu(u):
+    return np.maximum(u, 0), (u > 0).astype(float)
+
+
+def sigmoid(u):
+    s = 1 / (1 + np.exp(-u))
+    return s, s * (1 - s)
+
+
+class RecurrentOracle:
+    """`norms_x`, `norms_h`: one norm oracle per gate. Gates of the GRU are r, z, new."""
+
+    def __init__(self, weight_x, weight_h, norms_x, norms_h, f):
+        self.weight_x, self.weight_h = weight_x, weight_h  # one matrix per gate
+        self.norms_x, self.norms_h, self.f = norms_x, norms_h, f
+
+    def product(self, v, weight, norm):
+        call = norm.forward(v @ weight.T)
+        return call.output(norm.bias), (v, weight, norm, call)
+
+    def product_backward(self, d, record):
+        """Gradient of the input vector; weight, gain and bias gradients are added up."""
+        v, weight, norm, call = record
+        dp, dgain, dbias = norm.backward(call, d)
+        for store, value in ((id(weight), dp.T @ v), (("gain", id(norm)), dgain), (("bias", id(norm)), dbias)):
+            self.gradients[store] = self.gradients.get(store, 0) + value
+        return dp @ weight
+
+    def forward(self, xs, h):
+        self.records, self.gradients, outputs = [], {}, []
+        for x in xs:
+            h, record = self.step(x, h)
+            self.records.append(record)
+            outputs.append(h)
+        return np.stack(outputs)
+
+    def backward(self, douts):
+        dxs, dh = [], 0
+        for record, dout in zip(reversed(self.records), reversed(douts), strict=True):
+            dx, dh = self.step_backward(record, dh + dout)
+            dxs.append(dx)
+        return np.stack(dxs[::-1]), dh
+
+
+class RNNOracle(RecurrentOracle):
+    def step(self, x, h):
+        a, from_x = self.product(x, self.weight_x[0], self.norms_x[0])
+        b, from_h = self.product(h, self.weight_h[0], self.norms_h[0])
+        out, slope = self.f(a + b)
+        return out, (from_x, from_h, slope)
+
+    def step_backward(self, record, dh):
+        from_x, from_h, slope = record
+        return self.product_backward(dh * slope, from_x), self.product_backward(dh * slope, from_h)
+
+
+class GRUOracle(RecurrentOracle):
+    def step(self, x, h):
+        sides, gates = [], []
+        for g in range(2):
+            a, from_x = self.product(x, self.weight_x[g], self.norms_x[g])
+            b, from_h = self.product(h, self.weight_h[g], self.norms_h[g])
+            sides.append((from_x, from_h))
+            gates.append(sigmoid(a + b))
+        (r, dr), (z, dz) = gates
+        a, from_x = self.product(x, self.weight_x[2], self.norms_x[2])
+        b, from_h = self.product(h * r, self.weight_h[2], self.norms_h[2])
+        new, dnew = self.f(a + b)
+        return z * new + (1 - z) * h, (sides, (from_x, from_h), h, r, dr, z, dz, new, dnew)
+
+    def step_backward(self, record, dout):
+        sides, (from_x, from_h), h, r, dr, z, dz, new, dnew = record
+        d = dout * z * dnew
+        dx, dreset = self.product_backward(d, from_x), self.product_backward(d, from_h)
+        dh = dout * (1 - z) + dreset * r
+        for (gate_x, gate_h), d in zip(sides, (dreset * h * dr, dout * (new - h) * dz), strict=True):
+            dx, dh = dx + self.product_backward(d, gate_x), dh + self.product_backward(d, gate_h)
+        return dx, dh

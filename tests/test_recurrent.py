@@ -1,0 +1,516 @@
+"""Recurrent layers: against the paper's loops, against torch.nn, and the laws of lengths and chunks."""
+
+import copy
+import io
+import pickle
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from oracle import REFERENCES, BatchOracle, StreamingOracle
+from oracle_recurrent import GRUOracle, RNNOracle, relu, tanh
+from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence, pad_packed_sequence
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from streamnorm import (
+    GRU,
+    LSTM,
+    RNN,
+    ConvGRU,
+    ConvRNN,
+    GeneralBatchNorm,
+    GRUCell,
+    LSTMCell,
+    RNNCell,
+    SampleNorm,
+    StreamingNorm,
+    TimeSpecificNorm,
+)
+
+DOUBLE = torch.float64
+LAYERS = {"RNN": RNN, "GRU": GRU, "LSTM": LSTM, "LSTM-cell": partial(LSTM, cell_norm=True)}
+NORMS = {
+    "streaming": StreamingNorm,
+    "sample": SampleNorm,
+    "batch": GeneralBatchNorm,
+    "time": partial(TimeSpecificNorm, steps=5),
+    "none": None,
+}
+every_layer = pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS)
+every_norm = pytest.mark.parametrize("norm", NORMS.values(), ids=NORMS)
+PAIRS = {f"{a}-{b}": (LAYERS[a], NORMS[b]) for a in LAYERS for b in NORMS if (a, b) != ("LSTM-cell", "none")}
+every_pair = pytest.mark.parametrize(("make", "norm"), PAIRS.values(), ids=PAIRS)
+
+
+def close(a, b, **kw):
+    torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10, **kw)
+
+
+def same_states(a, b, exact=True):
+    for key, value in a.state_dict().items():
+        if exact:
+            assert torch.equal(b.state_dict()[key], value), key
+        else:
+            close(b.state_dict()[key], value, msg=key)
+
+
+def randomise(module):
+    with torch.no_grad():
+        for p in module.parameters():
+            p.copy_(torch.randn_like(p) * 0.5 + (p.ndim == 1))
+
+
+@pytest.mark.parametrize("norm", ["streaming", "sample"])
+@pytest.mark.parametrize("f", [tanh, relu])
+@pytest.mark.parametrize(("layer", "oracle"), [(RNN, RNNOracle), (GRU, GRUOracle)])
+def test_against_the_papers_loops(layer, oracle, f, norm):
+    size, hidden, samples, gates = 3, 4, 3, 1 if layer is RNN else 3
+    settings = {"beta": (0.5, 0.2, 0.3), "warmup": 20} if norm == "streaming" else {}
+    factory = partial(StreamingNorm, **settings) if norm == "streaming" else SampleNorm
+    net = layer(size, hidden, norm=factory, nonlinearity=f.__name__, dtype=DOUBLE)
+
+    def make():
+        if norm == "streaming":
+            return StreamingOracle(hidden, REFERENCES["BA1"], 2, "running", **settings)
+        return BatchOracle(hidden, REFERENCES["SP1"], 2, "mean")
+
+    norms_x, norms_h = [make() for _ in range(gates)], [make() for _ in range(gates)]
+    rng = np.random.default_rng(0)
+    for steps in (4, 2, 5):  # one weight update after each sequence
+        randomise(net)
+        sides = ((net.norms_l0.x, norms_x), (net.norms_l0.h, norms_h))
+        for modules, oracles in sides:
+            for module, each in zip(modules, oracles, strict=True):
+                each.weight, each.bias = module.weight.detach().numpy().copy(), module.bias.detach().numpy().copy()
+        weights = [w.detach().numpy().reshape(gates, hidden, -1).copy() for w in (net.weight_ih_l0, net.weight_hh_l0)]
+        slow = oracle(list(weights[0]), list(weights[1]), norms_x, norms_h, f)
+        xs, h0 = rng.normal(size=(steps, samples, size)), rng.normal(size=(samples, hidden))
+        dy = rng.normal(size=(steps, samples, hidden))
+        x, h = torch.from_numpy(xs).requires_grad_(), torch.from_numpy(h0)[None].requires_grad_()
+        net.zero_grad()
+        output, final = net(x, h)
+        close(output.detach(), torch.from_numpy(slow.forward(xs, h0)))
+        close(final[0], output[-1])
+        output.backward(torch.from_numpy(dy))
+        dxs, dh = slow.backward(dy)
+        close(x.grad, torch.from_numpy(dxs))
+        close(h.grad[0], torch.from_numpy(dh))
+        for parameter, matrices in ((net.weight_ih_l0, slow.weight_x), (net.weight_hh_l0, slow.weight_h)):
+            close(parameter.grad, torch.from_numpy(np.concatenate([slow.gradients[id(w)] for w in matrices])))
+        for modules, oracles in sides:
+            for module, each in zip(modules, oracles, strict=True):
+                close(module.weight.grad, torch.from_numpy(slow.gradients["gain", id(each)]))
+                close(module.bias.grad, torch.from_numpy(slow.gradients["bias", id(each)]))
+                if norm == "streaming":
+                    assert int(module.stats.count) == int(module.grads.count) == steps  # every call counts
+                    module.weights_updated()
+                    each.weights_updated()
+
+
+ARGUMENTS = [
+    {},
+    {"num_layers": 3},
+    {"bidirectional": True, "num_layers": 2},
+    {"batch_first": True},
+    {"bias": False},
+]
+
+
+CASES = [(o, t, a) for o, t in ((RNN, nn.RNN), (LSTM, nn.LSTM)) for a in ARGUMENTS]
+
+
+@pytest.mark.parametrize(("ours", "theirs", "arguments"), [*CASES, (RNN, nn.RNN, {"nonlinearity": "relu"})])
+def test_without_a_norm_it_is_torch(ours, theirs, arguments):
+    reference = theirs(3, 5, **arguments, dtype=DOUBLE)
+    net = ours(3, 5, norm=None, **arguments, dtype=DOUBLE)
+    assert [(n, p.shape) for n, p in net.named_parameters()] == [(n, p.shape) for n, p in reference.named_parameters()]
+    net.load_state_dict(reference.state_dict())
+    batch = torch.randn(4, 6, 3, dtype=DOUBLE)
+    directions, samples = 1 + arguments.get("bidirectional", False), 4 if "batch_first" in arguments else 6
+    shape = (directions * arguments.get("num_layers", 1), samples, 5)
+    start = [torch.randn(shape, dtype=DOUBLE) for _ in range(1 + (ours is LSTM))]
+    packed = pack_sequence(
+        [torch.randn(n, 3, dtype=DOUBLE) for n in (2, 5, 1, 4, 4, 3)[:samples]], enforce_sorted=False
+    )
+    inputs = [(batch, None), (batch, start), (packed, None), (packed, start), (batch[0], None)]
+    for x, hx in inputs:
+        hx = hx if hx is None or ours is LSTM else hx[0]
+        one, two = (list(flat(n(x, hx))) for n in (net, reference))
+        for a, b in zip(one, two, strict=True):
+            close(a, b)
+        gradients = [
+            torch.autograd.grad(sum(o.square().sum() for o in outs), list(n.parameters()))
+            for outs, n in ((one, net), (two, reference))
+        ]
+        for a, b in zip(*gradients, strict=True):
+            close(a, b)
+
+
+def flat(result):
+    """All tensors of (output, state), whatever they are wrapped in."""
+    output, state = result
+    yield output.data if isinstance(output, nn.utils.rnn.PackedSequence) else output
+    yield from (state,) if isinstance(state, torch.Tensor) else state
+
+
+@every_norm
+@pytest.mark.parametrize(("layer", "cell"), [(RNN, RNNCell), (GRU, GRUCell), (LSTM, LSTMCell)])
+def test_a_layer_is_its_cell_in_a_loop(layer, cell, norm):
+    net, one = layer(3, 5, norm=norm, dtype=DOUBLE), cell(3, 5, norm=norm, dtype=DOUBLE)
+    one.load_state_dict({key.replace("_l0", ""): value for key, value in net.state_dict().items()})
+    for _ in range(2):
+        x = torch.randn(7, 4, 3, dtype=DOUBLE)
+        output, state = net(x)
+        h = None
+        for t, each in enumerate(x):
+            h = one(each, h, step=t)
+            close(output[t], h if isinstance(h, torch.Tensor) else h[0])
+        for a, b in zip(flat((output, state)), flat((output, h)), strict=True):
+            close(a.reshape(-1), b.reshape(-1))
+        output.square().sum().backward()
+        (h if isinstance(h, torch.Tensor) else h[0]).square().sum().backward()
+    assert one.weight_hh.grad is not None
+
+
+@every_pair
+@pytest.mark.parametrize(("bidirectional", "garbage"), [(False, 0.0), (True, float("nan"))])
+def test_padded_equals_dropped(make, norm, bidirectional, garbage):
+    """Padding, whatever is in it, equals a PackedSequence of the real steps, to the bit, over several updates."""
+    padded = make(3, 4, num_layers=2, norm=norm, bidirectional=bidirectional)
+    packed = copy.deepcopy(padded)
+    lengths = torch.tensor([3, 6, 2, 6])
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (padded, packed)]
+    for _ in range(3):
+        x = torch.randn(6, 4, 3)
+        sequences = [x[:n, i] for i, n in enumerate(lengths)]
+        for i, n in enumerate(lengths):
+            x[n:, i] = garbage
+        x.requires_grad_()
+        output, state = padded(x, lengths=lengths)
+        other, expected = packed(pack_sequence(sequences, enforce_sorted=False))
+        assert torch.equal(output, pad_packed_sequence(other)[0])
+        for a, b in zip(flat((output, state)), flat((output, expected)), strict=True):
+            assert torch.equal(a, b)
+        output.square().sum().backward()
+        other.data.square().sum().backward()
+        for i, n in enumerate(lengths):
+            assert (x.grad[n:, i] == 0).all()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    same_states(padded, packed)
+
+
+@pytest.mark.parametrize(("layer", "cell"), [(RNN, RNNCell), (GRU, GRUCell), (LSTM, LSTMCell)])
+def test_lengths_equal_a_hand_written_loop_that_drops(layer, cell):
+    net, one = layer(3, 5, dtype=DOUBLE), cell(3, 5, dtype=DOUBLE)
+    one.load_state_dict({key.replace("_l0", ""): value for key, value in net.state_dict().items()})
+    lengths, x = [6, 4, 4, 1], torch.randn(6, 4, 3, dtype=DOUBLE)
+    output, _ = net(x, lengths=lengths)
+    state = None
+    for t in range(6):
+        alive = sum(n > t for n in lengths)
+        if state is not None:
+            state = state[:alive] if isinstance(state, torch.Tensor) else tuple(s[:alive] for s in state)
+        state = one(x[t, :alive], state, step=t)
+        close(output[t, :alive], state if isinstance(state, torch.Tensor) else state[0])
+        assert (output[t, alive:] == 0).all()
+    masked, h = cell(3, 5, dtype=DOUBLE), None
+    masked.load_state_dict(
+        {key.replace("_l0", ""): value for key, value in layer(3, 5, dtype=DOUBLE).state_dict().items()}
+    )
+    for t in range(6):  # or with a mask: samples that have ended keep their state
+        h = masked(x[t], h, mask=torch.tensor([n > t for n in lengths]), step=t)
+    assert int(masked.norms.x[0].stats.count) == 6
+
+
+@every_layer
+def test_one_set_of_statistics_for_all_timesteps(make):
+    net = make(3, 4)
+    norms = [m for m in net.modules() if isinstance(m, StreamingNorm)]
+    assert len(norms) == {1: 2, 3: 6, 4: 8}[net.kind.gates] + (net.norms_l0.cell is not None)
+    net(torch.randn(7, 5, 3))[0].sum().backward()
+    for norm in norms:
+        assert norm.mean.shape == (4,)
+        assert int(norm.stats.count) == int(norm.grads.count) == 7  # the product with the zero state counts
+
+
+@every_layer
+def test_a_chunk_boundary_is_no_event(make):
+    """Truncated BPTT: whole or in chunks with the state carried and detached, statistics and outputs are the same."""
+    whole = make(3, 4, num_layers=2)
+    chunked = copy.deepcopy(whole)
+    x = torch.randn(12, 5, 3)
+    expected, _ = whole(x)
+    state, outputs = None, []
+    for chunk in x.split([5, 4, 3]):
+        output, state = chunked(chunk, state)
+        state = state.detach() if isinstance(state, torch.Tensor) else tuple(s.detach() for s in state)
+        outputs.append(output)
+    torch.testing.assert_close(torch.cat(outputs), expected)
+    same_states(whole, chunked, exact=False)
+
+
+@every_layer
+def test_resuming_between_chunks_gives_the_same_bits(make):
+    x = torch.randn(6, 4, 5, 3)  # chunks, steps, samples, features
+
+    def train(net, optimizer, chunks, state, first):
+        for i, chunk in enumerate(chunks, first):
+            output, state = net(chunk, state)
+            state = state.detach() if isinstance(state, torch.Tensor) else tuple(s.detach() for s in state)
+            output.square().mean().backward()
+            if i % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+        return state
+
+    whole, first = make(3, 4), make(3, 4)
+    first.load_state_dict(whole.state_dict())
+    train(whole, torch.optim.SGD(whole.parameters(), lr=0.1), x, None, 0)
+    state = train(first, torch.optim.SGD(first.parameters(), lr=0.1), x[:3], None, 0)
+    file = io.BytesIO()
+    torch.save([first.state_dict(), [p.grad for p in first.parameters()], state], file)
+    file.seek(0)
+    saved, gradients, state = torch.load(file, weights_only=True)
+    second = make(3, 4)
+    second.load_state_dict(saved)
+    for p, g in zip(second.parameters(), gradients, strict=True):
+        p.grad = g
+    train(second, torch.optim.SGD(second.parameters(), lr=0.1), x[3:], state, 3)
+    same_states(whole, second)
+
+
+class Shapes(TorchDispatchMode):
+    """Records the shapes of the results of matrix products."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func.__name__.split(".")[0] in ("mm", "addmm", "bmm", "convolution_backward", "convolution"):
+            self.seen += [tuple(r.shape) for r in (result if isinstance(result, tuple) else (result,)) if r is not None]
+        return result
+
+
+@pytest.mark.parametrize("steps", [3, 9])
+@pytest.mark.parametrize(("make", "groups"), [(RNN, [5]), (GRU, [10, 5]), (LSTM, [20])])
+def test_products_are_taken_at_once_where_they_can_be(make, groups, steps):
+    net = make(3, 5)
+    with Shapes() as forward:
+        output, _ = net(torch.randn(steps, 7, 3))
+    with Shapes() as backward:
+        output.sum().backward()
+    rows = sum(groups)
+    assert forward.seen.count((steps * 7, rows)) == 1  # the input's product, all timesteps
+    for group in groups:
+        assert backward.seen.count((group, 5)) == 1  # one weight gradient, not one per timestep
+    assert backward.seen.count((rows, 3)) + backward.seen.count((3, rows)) == 1
+
+
+@pytest.mark.parametrize("make", [ConvRNN, ConvGRU])
+@pytest.mark.parametrize("norm", [None, StreamingNorm])
+def test_convolutions_of_one_pixel_are_matrix_products(make, norm):
+    flat_make = {ConvRNN: RNN, ConvGRU: GRU}[make]
+    conv, linear = make(3, 4, 2, kernel_size=1, norm=norm, dtype=DOUBLE), flat_make(3, 4, 2, norm=norm, dtype=DOUBLE)
+    state = conv.state_dict()
+    linear.load_state_dict({k: v.flatten(1) if v.ndim == 4 else v for k, v in state.items()})
+    x = torch.randn(5, 6, 3, dtype=DOUBLE)
+    images, h = conv(x[..., None, None], lengths=[6, 6, 4, 3, 2])
+    vectors, expected = linear(x.transpose(0, 1), lengths=[6, 6, 4, 3, 2])
+    close(images.flatten(2), vectors.transpose(0, 1))
+    close(h.flatten(2), expected)
+    images.square().sum().backward()
+    vectors.square().sum().backward()
+    for (name, a), b in zip(conv.named_parameters(), linear.parameters(), strict=True):
+        close(a.grad.flatten(1) if a.ndim == 4 else a.grad, b.grad, msg=name)
+
+
+def test_conv_rnn_is_convolutions_in_a_loop():
+    net = ConvRNN(2, 3, norm=None, nonlinearity="relu", dtype=DOUBLE)
+    x, h = torch.randn(4, 5, 2, 6, 7, dtype=DOUBLE), torch.zeros(4, 3, 6, 7, dtype=DOUBLE)
+    output, _ = net(x)
+    w, u, b, c = net.weight_ih_l0, net.weight_hh_l0, net.bias_ih_l0, net.bias_hh_l0
+    expected = []
+    for t in range(5):
+        h = torch.relu(F.conv2d(x[:, t], w, b, padding=1) + F.conv2d(h, u, c, padding=1))
+        expected.append(h)
+    expected = torch.stack(expected, 1)
+    close(output, expected)
+    for a, e in zip(
+        torch.autograd.grad(output.square().sum(), (w, u, b, c)),
+        torch.autograd.grad(expected.square().sum(), (w, u, b, c)),
+        strict=True,
+    ):
+        close(a, e)
+
+
+@pytest.mark.parametrize("make", [ConvRNN, ConvGRU])
+def test_convolutional_norms_of_any_reference(make):
+    for code in ("BA1", "BA4", "BA6", "SP1", "SP2"):
+        net = make(2, 3, norm=partial(StreamingNorm, ref=code))
+        images = torch.randn(2, 4, 2, 6, 6, requires_grad=True)
+        output, h = net(images)
+        assert output.shape == (2, 4, 3, 6, 6)
+        assert h.shape == (1, 2, 3, 6, 6)
+        output.sum().backward()
+        assert torch.isfinite(images.grad).all()
+
+
+@every_pair
+def test_longer_sequences_than_in_training_work(make, norm):
+    net = make(3, 4, norm=norm)
+    net(torch.randn(5, 6, 3))
+    output, _ = net.eval()(torch.randn(50, 6, 3))
+    assert torch.isfinite(output).all()
+
+
+CONTRACT = {
+    **{name: partial(make, 3, 4, norm=norm) for name, (make, norm) in PAIRS.items()},
+    "two-layers": partial(GRU, 3, 4, 2, dropout=0.2, bidirectional=True),
+}
+contract = pytest.mark.parametrize("build", CONTRACT.values(), ids=CONTRACT)
+
+
+@contract
+def test_contract_copies_and_types(build):
+    net, x = build(), torch.randn(6, 4, 3)
+    net(x)
+    for twin in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
+        assert torch.equal(twin.eval()(x)[0], net.eval()(x)[0])
+        before = {k: v.clone() for k, v in net.state_dict().items()}
+        optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
+        twin.train()(x)[0].sum().backward()
+        optimizer.step()
+        assert all(torch.equal(v, before[k]) for k, v in net.state_dict().items())
+    fresh = build()
+    fresh.load_state_dict(net.state_dict())
+    assert torch.equal(fresh.eval()(x)[0], net(x)[0])
+    wide = copy.deepcopy(net).double().train()
+    assert wide(x.double())[0].dtype == DOUBLE
+    narrow = copy.deepcopy(net).bfloat16().train()
+    output, _ = narrow(x.bfloat16())
+    output.float().sum().backward()
+    assert output.dtype == torch.bfloat16
+    with torch.no_grad():
+        assert not net.train()(x)[0].requires_grad
+
+
+@contract
+def test_contract_meta_and_deferred_initialisation(build):
+    net = build(device="meta")
+    x = torch.randn(6, 4, 3, device="meta", requires_grad=True)
+    output, _ = net(x)
+    output.sum().backward()
+    assert output.device.type == x.grad.device.type == "meta"
+    alive = build(device="meta").to_empty(device="cpu")
+    alive.reset_parameters()
+    assert torch.isfinite(alive(torch.randn(6, 4, 3))[0]).all()
+
+
+@pytest.mark.parametrize("norm", [StreamingNorm, SampleNorm, None])
+@pytest.mark.parametrize("make", [RNN, GRU, LSTM])
+def test_double_backward_is_refused(make, norm):
+    net = make(3, 4, norm=norm)
+    x = torch.randn(6, 4, 3, requires_grad=True)
+    before = {k: v.clone() for k, v in net.state_dict().items() if "grads" in k}
+    with pytest.raises(RuntimeError, match=r"second derivative|once_differentiable"):  # noqa: PT012
+        gradients = torch.autograd.grad(net(x)[0].square().sum(), (x, net.weight_hh_l0), create_graph=True)
+        sum(g.square().sum() for g in gradients).backward()
+    assert all(torch.equal(net.state_dict()[k], v) for k, v in before.items())
+
+
+def test_only_some_of_the_outputs_or_inputs_may_matter():
+    net, cell = RNN(3, 4, norm=None, dtype=DOUBLE), nn.RNN(3, 4, dtype=DOUBLE)
+    cell.load_state_dict(net.state_dict())
+    x = torch.randn(6, 4, 3, dtype=DOUBLE, requires_grad=True)
+    ours, theirs = net(x)[0], cell(x)[0]
+    for pick in (lambda y: y[:2], lambda y: y[3], lambda y: y[-1, :2]):
+        a = torch.autograd.grad(pick(ours).sum(), x, retain_graph=True)  # leaves nothing for the weights' turn
+        b = torch.autograd.grad(pick(ours).sum(), net.weight_hh_l0, retain_graph=True)
+        close(a[0], torch.autograd.grad(pick(theirs).sum(), x, retain_graph=True)[0])
+        close(b[0], torch.autograd.grad(pick(theirs).sum(), cell.weight_hh_l0, retain_graph=True)[0])
+
+
+def test_dropout_acts_between_layers():
+    net = GRU(3, 64, 2, dropout=0.5, norm=None)
+    x = torch.randn(5, 8, 3)
+    assert not torch.equal(net(x)[0], net(x)[0])
+    assert torch.equal(net.eval()(x)[0], net(x)[0])
+    with pytest.warns(UserWarning, match="acts between layers"):
+        GRU(3, 4, dropout=0.5)
+
+
+x = torch.randn(6, 4, 3)
+BAD_CALLS = [
+    (x[..., :2], {}, ValueError, "has 2 features, not 3"),
+    (x.long(), {}, TypeError, "torch.int64"),
+    ("text", {}, TypeError, "input is str"),
+    (torch.randn(2, 6, 4, 3), {}, ValueError, r"expected \(T, N, features\)"),
+    (torch.randn(0, 4, 3), {}, ValueError, "0 timesteps"),
+    (torch.randn(6, 0, 3), {}, ValueError, "of 0 samples"),
+    (x, {"hx": torch.zeros(1, 3, 5)}, ValueError, r"shape \(1, 3, 5\): expected 1 x \(1, 4, 5\)"),
+    (x, {"hx": torch.zeros(4, 5)}, ValueError, "expected 1 x"),
+    (x, {"lengths": [6, 5, 4]}, ValueError, r"lengths of shape \(3,\): expected one per sample, \(4,\)"),
+    (x, {"lengths": [6, 5, 4, 0]}, ValueError, "lengths from 0 to 6: must be from 1 to 6"),
+    (x, {"lengths": [7, 5, 4, 1]}, ValueError, "lengths from 1 to 7"),
+    (x, {"lengths": [6.0, 5.0, 4.0, 2.0]}, TypeError, "whole numbers"),
+    (x[:, 0], {"lengths": [6]}, ValueError, "needs a batch"),
+    (pack_padded_sequence(x, [6, 5, 5, 2]), {"lengths": [6, 5, 5, 2]}, ValueError, "has its lengths"),
+]
+
+
+@pytest.mark.parametrize(("bad", "arguments", "error", "message"), BAD_CALLS, ids=[c[-1] for c in BAD_CALLS])
+def test_bad_calls_change_nothing(bad, arguments, error, message):
+    net = RNN(3, 5)
+    net(x)
+    before = {k: v.clone() for k, v in net.state_dict().items()}
+    with pytest.raises(error, match=message):
+        net(bad, **arguments)
+    assert all(torch.equal(v, before[k]) for k, v in net.state_dict().items())
+
+
+@pytest.mark.parametrize("norm", [GeneralBatchNorm, partial(StreamingNorm, center="mean")])
+def test_a_tail_of_one_sample_is_refused_before_the_first_step(norm):
+    net = GRU(3, 5, norm=norm)
+    net(x)
+    before = {k: v.clone() for k, v in net.state_dict().items()}
+    with pytest.raises(ValueError, match=r'timestep 5 has 1 sample.*center="running"'):
+        net(x, lengths=[6, 5, 5, 2])
+    assert all(torch.equal(v, before[k]) for k, v in net.state_dict().items())
+    net(x, lengths=[6, 6, 5, 2])
+    net.eval()(x, lengths=[6, 5, 5, 2])
+
+
+BAD_BUILDS = [
+    (lambda: RNN(0, 4), "input_size=0"),
+    (lambda: RNN(3, 4, 0), "num_layers=0"),
+    (lambda: RNN(3, 4, nonlinearity="sin"), "nonlinearity='sin'"),
+    (lambda: RNN(3, 4, 2, dropout=1.5), "dropout=1.5"),
+    (lambda: LSTM(3, 4, norm=None, cell_norm=True), "cell_norm=True needs a norm"),
+    (lambda: ConvRNN(3, 4, kernel_size=2), "kernel_size=2"),
+    (lambda: RNNCell(3, 0), "hidden_size=0"),
+    (lambda: GRU(3, 4, dtype=torch.int64), "dtype=torch.int64"),
+]
+
+
+@pytest.mark.parametrize(("build", "message"), BAD_BUILDS, ids=[m for _, m in BAD_BUILDS])
+def test_bad_construction(build, message):
+    with pytest.raises(ValueError, match=message):
+        build()
+
+
+def test_other_bad_input():
+    with pytest.raises(TypeError, match="norm='layer'"):
+        RNN(3, 4, norm="layer")
+    with pytest.raises(ValueError, match=r"expected \(N, T, C, H, W\)"):
+        ConvRNN(3, 4)(torch.randn(2, 3, 8, 8))
+    with pytest.raises(ValueError, match=r"expected \(N, 3\)"):
+        RNNCell(3, 4)(torch.randn(2, 2, 3))
+    assert RNNCell(3, 4)(torch.randn(3)).shape == (4,)
+    assert "batch_first=True" in repr(GRU(3, 4, batch_first=True))
