@@ -56,6 +56,39 @@ def test_the_demo(tmp_path):
     assert "24/24" in done.stderr  # the progress bar
 
 
+def run_script(*arguments):
+    return subprocess.run([sys.executable, *map(str, arguments)], capture_output=True, text=True, cwd=ROOT)
+
+
+def test_the_character_model_goes_on_where_it_stopped(tmp_path):
+    """Its checkpoint at update 20 and on to 40 is that of 40 updates without a stop."""
+    text = tmp_path / "text.txt"
+    text.write_text((ROOT / "LICENSE").read_text() * 4)
+    common = ["examples/char_model.py", text, "--hidden", 8, "--streams", 4, "--chunk", 5]
+    whole, parts = tmp_path / "whole.pt", tmp_path / "parts.pt"
+    done = run_script(*common, "--updates", 40, "--checkpoint", whole)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout) > 300  # the sample
+    assert "validation" in done.stderr
+    for updates in (20, 40):
+        run_script(*common, "--updates", updates, "--checkpoint", parts)
+    one, two = (torch.load(path, weights_only=True) for path in (whole, parts))
+    assert one["update"] == two["update"] == 40
+    for key, value in one["model"].items():
+        assert torch.equal(two["model"][key], value), key
+    text.write_text("short")
+    refused = run_script(*common)
+    assert refused.returncode == 1
+    assert "too short" in refused.stderr
+    assert len((ROOT / "examples/char_model.py").read_text().splitlines()) < 100
+
+
+def test_the_benchmark_of_sequence_length():
+    done = run_script("benchmarks/sequence_length.py", "--seeds", 2, "--updates", 2)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("±") == 12
+
+
 def test_the_memory_of_the_benchmark():
     sys.path.insert(0, str(ROOT / "benchmarks"))
     try:
