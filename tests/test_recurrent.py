@@ -1,6 +1,7 @@
 """Recurrent layers: against the paper's loops, against torch.nn, and the laws of lengths and chunks."""
 
 import copy
+import gc
 import io
 import pickle
 from functools import partial
@@ -28,6 +29,7 @@ from streamnorm import (
     SampleNorm,
     StreamingNorm,
     TimeSpecificNorm,
+    paused,
 )
 
 DOUBLE = torch.float64
@@ -418,11 +420,101 @@ def test_contract_meta_and_deferred_initialisation(build):
 def test_double_backward_is_refused(make, norm):
     net = make(3, 4, norm=norm)
     x = torch.randn(6, 4, 3, requires_grad=True)
-    before = {k: v.clone() for k, v in net.state_dict().items() if "grads" in k}
-    with pytest.raises(RuntimeError, match=r"second derivative|once_differentiable"):  # noqa: PT012
-        gradients = torch.autograd.grad(net(x)[0].square().sum(), (x, net.weight_hh_l0), create_graph=True)
-        sum(g.square().sum() for g in gradients).backward()
-    assert all(torch.equal(net.state_dict()[k], v) for k, v in before.items())
+    for target in (x, net.weight_ih_l0, net.weight_hh_l0):
+        output = net(x)[0].square().sum()
+        before = {k: v.clone() for k, v in net.state_dict().items()}
+        with pytest.raises(RuntimeError, match="no second derivative"):
+            torch.autograd.grad(output, target, create_graph=True)
+        assert all(torch.equal(net.state_dict()[k], v) for k, v in before.items())
+
+
+def test_double_backward_works_in_evaluation():
+    net, reference = RNN(3, 4, norm=None, dtype=DOUBLE).eval(), nn.RNN(3, 4, dtype=DOUBLE)
+    reference.load_state_dict(net.state_dict())
+    x = torch.randn(5, 2, 3, dtype=DOUBLE, requires_grad=True)
+    for each in (net, reference):
+        (g,) = torch.autograd.grad(each(x)[0].square().sum(), x, create_graph=True)
+        g.square().sum().backward()
+    for a, b in zip(net.parameters(), reference.parameters(), strict=True):
+        close(a.grad, b.grad)
+
+
+@pytest.mark.parametrize("make", [RNN, GRU, LSTM])
+def test_an_initial_state_changed_before_backward_is_noticed(make):
+    net = make(3, 4)
+    h = torch.randn(1, 2, 4)
+    loss = net(torch.randn(5, 2, 3), (h, torch.zeros(1, 2, 4)) if make is LSTM else h)[0].sum()
+    h.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("norm", [StreamingNorm, SampleNorm, None])
+@pytest.mark.parametrize("make", [RNN, GRU, LSTM])
+def test_autocast_with_a_carried_state(make, norm):
+    net, state = make(3, 4, norm=norm), None
+    for dtype in (torch.float32, torch.float32, torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16):
+            output, state = net(torch.randn(5, 2, 3, dtype=dtype), state)
+        output.float().sum().backward()
+        state = state.detach() if isinstance(state, torch.Tensor) else tuple(s.detach() for s in state)
+    assert torch.isfinite(net.weight_hh_l0.grad).all()
+
+
+def test_activations_are_freed_after_backward():
+    net = GRU(3, 7)
+    loss = net(torch.randn(30, 5, 3))[0].sum()
+    loss.backward()
+    alive = [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor) and o.shape == (5, 7)]
+    assert len(alive) < 5
+    assert loss.grad_fn is not None
+
+
+@pytest.mark.parametrize("lengths", [None, [6] * 200])
+def test_equal_lengths_are_no_lengths(lengths):
+    net = GRU(3, 4)
+    start = copy.deepcopy(net.state_dict())
+    x = torch.randn(6, 200, 3)
+    expected = net(x)[0]
+    net.load_state_dict(start)
+    assert torch.equal(net(x, lengths=lengths)[0], expected)
+
+
+def test_paused_takes_any_length():
+    net = RNN(3, 5, norm=partial(StreamingNorm, center="mean"))
+    net(x)
+    with paused(net):
+        net(x, lengths=[6, 5, 5, 2])
+
+
+def test_a_refusal_of_a_later_norm_changes_nothing():
+    """The x side would accept another size of image, the h side is bound to the first."""
+    sides = iter([StreamingNorm, partial(StreamingNorm, ref="BA6")])
+    net = ConvRNN(2, 3, norm=lambda size, **kw: next(sides)(size, **kw))
+    net(torch.randn(2, 4, 2, 6, 6))
+    before = {k: v.clone() for k, v in net.state_dict().items()}
+    with pytest.raises(ValueError, match="bound to"):
+        net(torch.randn(2, 4, 2, 5, 5))
+    assert all(torch.equal(v, before[k]) for k, v in net.state_dict().items())
+
+
+@pytest.mark.parametrize("norm", [StreamingNorm, SampleNorm, None])
+@pytest.mark.parametrize("cell", [RNNCell, GRUCell, LSTMCell])
+def test_cells_keep_masked_samples_out_of_gradients(cell, norm):
+    one = cell(3, 5, norm=norm)
+    x, mask = torch.randn(4, 3), torch.tensor([True, True, True, False])
+    x[3] = torch.nan
+    x.requires_grad_()
+    state = one(x, mask=mask)
+    h = state if isinstance(state, torch.Tensor) else state[0]
+    assert (h[3] == 0).all()  # the state it had
+    h.sum().backward()
+    assert torch.isfinite(one.weight_ih.grad).all()
+    assert torch.isfinite(one.weight_hh.grad).all()
+    assert (x.grad[3] == 0).all()
+    one(torch.randn(4, 3), mask=torch.tensor(True))
+    with pytest.raises(TypeError, match="mask is list"):
+        one(torch.randn(4, 3), mask=[True])
 
 
 def test_only_some_of_the_outputs_or_inputs_may_matter():
@@ -456,6 +548,14 @@ BAD_CALLS = [
     (torch.randn(6, 0, 3), {}, ValueError, "of 0 samples"),
     (x, {"hx": torch.zeros(1, 3, 5)}, ValueError, r"shape \(1, 3, 5\): expected 1 x \(1, 4, 5\)"),
     (x, {"hx": torch.zeros(4, 5)}, ValueError, "expected 1 x"),
+    (x, {"hx": torch.zeros(1, 4, 5, dtype=DOUBLE)}, TypeError, "initial state is torch.float64"),
+    (x, {"hx": torch.zeros(1, 4, 5, dtype=torch.int64)}, TypeError, "initial state is torch.int64"),
+    (x, {"hx": torch.zeros(1, 4, 5, device="meta")}, TypeError, "on meta"),
+    (x, {"hx": [1]}, TypeError, "initial state is list"),
+    (x, {"hx": 3}, TypeError, "initial state is int"),
+    (torch.tensor(1.0), {}, ValueError, r"input of shape \(\)"),
+    (x, {"lengths": []}, ValueError, r"lengths of shape \(0,\)"),
+    (x, {"lengths": "ab"}, TypeError, "lengths='ab'"),
     (x, {"lengths": [6, 5, 4]}, ValueError, r"lengths of shape \(3,\): expected one per sample, \(4,\)"),
     (x, {"lengths": [6, 5, 4, 0]}, ValueError, "lengths from 0 to 6: must be from 1 to 6"),
     (x, {"lengths": [7, 5, 4, 1]}, ValueError, "lengths from 1 to 7"),
@@ -508,6 +608,12 @@ def test_bad_construction(build, message):
 def test_other_bad_input():
     with pytest.raises(TypeError, match="norm='layer'"):
         RNN(3, 4, norm="layer")
+    with pytest.raises(TypeError, match=r"norm made LayerNorm.*SampleNorm"):
+        RNN(3, 4, norm=nn.LayerNorm)
+    with pytest.raises(TypeError, match=r"input is PackedSequence: pass a floating point tensor \(N, T, C, H, W\)"):
+        ConvRNN(3, 4)(pack_padded_sequence(x, [6, 5, 5, 2]))
+    with pytest.raises(ValueError, match=r"^input of shape .* one element"):  # nothing about timesteps
+        RNN(3, 4, norm=GeneralBatchNorm)(torch.randn(6, 1, 3))
     with pytest.raises(ValueError, match=r"expected \(N, T, C, H, W\)"):
         ConvRNN(3, 4)(torch.randn(2, 3, 8, 8))
     with pytest.raises(ValueError, match=r"expected \(N, 3\)"):

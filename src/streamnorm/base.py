@@ -62,6 +62,16 @@ class Norm(nn.Module):
             self.weight, self.bias = new_affine(num_features, device, dtype)
 
     @property
+    def collects(self) -> bool:
+        """Whether a call now takes statistics of its input."""
+        return True
+
+    @property
+    def stored(self) -> Tensor | None:
+        """The stored mean, if the norm keeps one; its shape is that of all stored statistics."""
+        return None
+
+    @property
     def statistic(self) -> Statistic:
         """What S depends on but the data."""
         return Statistic(self.ref, self.p, self.center, self.eps)
@@ -74,12 +84,12 @@ class Norm(nn.Module):
         self.reset_running_stats()
         reset_affine(self.weight, self.bias)
 
-    def enter(self, x: Tensor, mask: Tensor | None, collects: bool) -> tuple[Tensor, Tensor | None]:
+    def enter(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Check a call and give its input as `(N, C, *space)` and its mask as `(N, 1, *space)`."""
         x = channels_second(x, self.num_features, self.channel_dim)
         if mask is not None:
             mask = mask_over_channels(mask, x)
-        if collects:
+        if self.collects:
             fewest = self.ref.elements(x.shape)[0] if x.numel() else 0
             if fewest == 0:
                 raise ValueError(f"input of shape {tuple(x.shape)} is empty: statistics need at least one element")
@@ -89,6 +99,7 @@ class Norm(nn.Module):
                     f"input of shape {tuple(x.shape)} has one element per statistic ({self.ref}), from which "
                     f'center="mean" leaves nothing: use StreamingNorm with center="running", or {more}'
                 )
+        self._check_space(x)
         return x, mask
 
     def leave(self, y: Tensor) -> Tensor:
@@ -118,19 +129,21 @@ class Norm(nn.Module):
         """Shape of a stored statistic before the first call: empty where it depends on the spatial size."""
         return (0,) if self.ref.located else self.ref.statistic_shape(self.num_features, ())
 
-    def check_space(self, stored: Tensor, x: Tensor) -> None:
+    def _check_space(self, x: Tensor) -> None:
         """References with a location belong to one spatial size, that of the first training call."""
-        if stored.numel() and tuple(stored.shape) != self.statistic_shape(x):
+        stored = self.stored
+        if stored is not None and stored.numel() and tuple(stored.shape) != self.statistic_shape(x):
             bound = tuple(stored.shape[self.ref.channels == "each" :])
             raise ValueError(
                 f"input has spatial size {tuple(x.shape[2:])}, but {self.ref} keeps statistics per location and this "
                 f"layer is bound to {bound}: call reset_running_stats() first, or use a reference without a location"
             )
 
-    def can_hold(self, stored: Tensor, shape: torch.Size) -> bool:
+    def can_hold(self, shape: torch.Size) -> bool:
         """Whether statistics of this shape may replace the stored ones: the same, or either not bound to a size yet."""
-        if shape == stored.shape or not self.ref.located:
-            return shape == stored.shape
+        stored = self.stored
+        if stored is None or shape == stored.shape or not self.ref.located:
+            return stored is not None and shape == stored.shape
         legal = shape == (0,) or self.ref.channels == "all" or shape[:1] == (self.num_features,)
         return legal and (stored.numel() == 0 or shape == (0,))
 

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .base import Device, check_count, check_dtype
+from .base import Device, check_count, check_dtype, mask_over_channels
+from .moments import masked
 from .recurrence import GRU_KIND, LSTM_KIND, RNN_KIND, Factory, Gates, Kind, Linear, Norms, Product, State
 from .streaming import StreamingNorm
 
@@ -80,21 +81,30 @@ class RecurrentBase(nn.Module):
     def _input_products(self, x: Tensor, suffix: str) -> Tensor:
         return self.product(x, getattr(self, "weight_ih" + suffix), getattr(self, "bias_ih" + suffix))
 
-    def _check_features(self, x: Tensor, dim: int) -> None:
+    def _check_input(self, x: Tensor, dims: tuple[int, ...], features: int, layout: str) -> None:
+        """`dims`: how many dimensions there may be; `features`: which of them holds the features."""
         if not isinstance(x, Tensor) or not x.is_floating_point():
             kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
-            raise TypeError(f"input is {kind}: pass a floating point tensor or a PackedSequence")
-        if x.shape[dim] != self.input_size:
-            raise ValueError(f"input of shape {tuple(x.shape)} has {x.shape[dim]} features, not {self.input_size}")
+            raise TypeError(f"input is {kind}: pass a floating point tensor {layout}")
+        if x.ndim not in dims:
+            raise ValueError(f"input of shape {tuple(x.shape)}: expected {layout}")
+        if x.shape[features] != self.input_size:
+            raise ValueError(f"input of shape {tuple(x.shape)} has {x.shape[features]} features, not {self.input_size}")
 
     def _states(self, hx: Any, shape: tuple[int, ...], x: Tensor) -> State:
         """The initial state, checked; zeros by default."""
         if hx is None:
             return tuple(x.new_zeros(shape) for _ in range(self.kind.states))
-        states = (hx,) if isinstance(hx, Tensor) else tuple(hx)
+        states = tuple(hx) if isinstance(hx, tuple | list) else (hx,)
+        if not all(isinstance(s, Tensor) for s in states):
+            raise TypeError(f"initial state is {type(hx).__name__}: pass {self.kind.states} tensor(s) of shape {shape}")
         if len(states) != self.kind.states or any(tuple(s.shape) != shape for s in states):
             got = ", ".join(str(tuple(s.shape)) for s in states)
             raise ValueError(f"initial state of shape {got}: expected {self.kind.states} x {shape}")
+        for s in states:
+            mixed = s.is_floating_point() and torch.is_autocast_enabled(x.device.type) if s.dtype != x.dtype else True
+            if s.device != x.device or not mixed:
+                raise TypeError(f"initial state is {s.dtype} on {s.device}, the input {x.dtype} on {x.device}")
         return states
 
     def _packaged(self, state: State) -> Any:
@@ -122,14 +132,15 @@ class _Cell(RecurrentBase):
 
     def forward(self, input: Tensor, hx: Any = None, mask: Tensor | None = None, step: int = 0) -> Any:
         """`mask` `(N,)` is True for samples that take this step; the others keep their state."""
-        self._check_features(input, -1)
-        if input.ndim not in (1, 2):
-            raise ValueError(
-                f"input of shape {tuple(input.shape)}: expected (N, {self.input_size}) or ({self.input_size},)"
-            )
+        self._check_input(input, (1, 2), -1, f"(N, {self.input_size}) or ({self.input_size},)")
         x = input.unsqueeze(0) if input.ndim == 1 else input
         before = self._states(hx, (*input.shape[:-1], self.hidden_size), input)
-        state = tuple(s.unsqueeze(0) for s in before) if input.ndim == 1 else before
+        before = tuple(s.unsqueeze(0) for s in before) if input.ndim == 1 else before
+        state, rows = before, None
+        if mask is not None:  # what a sample that takes no step holds may be anything, NaN included
+            rows = mask_over_channels(mask, x)
+            mask = rows.squeeze(1)
+            x, state = masked(x, rows), tuple(masked(s, rows) for s in state)
         gates = self._gates("")
 
         def recur(group: int, h: Tensor) -> list[Tensor]:
@@ -137,8 +148,8 @@ class _Cell(RecurrentBase):
 
         products = gates.of_input(self._input_products(x, ""), mask, step)
         after = self.kind.advance(products, state, recur, ACTIVATIONS[self.nonlinearity], gates.cell(mask, step))
-        if mask is not None:
-            after = tuple(torch.where(mask[:, None], new, old) for new, old in zip(after, state, strict=True))
+        if rows is not None:
+            after = tuple(torch.where(rows, new, old) for new, old in zip(after, before, strict=True))
         return self._packaged(tuple(s.squeeze(0) for s in after) if input.ndim == 1 else after)
 
     def extra_repr(self) -> str:

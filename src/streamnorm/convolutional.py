@@ -21,9 +21,7 @@ class _Convolutional(SequenceLayer):
         self.kernel_size = kernel_size
 
     def forward(self, input: Tensor, hx: Tensor | None = None, lengths: Any = None) -> tuple[Tensor, Tensor]:
-        if isinstance(input, Tensor) and input.ndim != 5:
-            raise ValueError(f"input of shape {tuple(input.shape)}: expected (N, T, C, H, W)")
-        self._check_features(input, 2)
+        self._check_input(input, (5,), 2, "(N, T, C, H, W)")
         output, (final,) = self._padded(input.transpose(0, 1), hx, lengths)
         return output.transpose(0, 1), final
 

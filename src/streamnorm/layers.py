@@ -74,7 +74,7 @@ class SampleNorm(Norm):
             raise ValueError('SampleNorm keeps no running mean: use center="mean" or "zero", or StreamingNorm')
 
     def forward(self, x: Tensor, mask: Tensor | None = None, step: int = 0) -> Tensor:
-        x, mask = self.enter(x, mask, collects=True)
+        x, mask = self.enter(x, mask)
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         own = measure(wide, self.statistic, mask, lambda mean, present: fixed_center(self.center, mean))
         return self.normalize_by_own(x, own, mask)
@@ -110,10 +110,17 @@ class _RunningNorm(Norm):
         shape = (*self._sets, *self.initial_shape())
         self.mean, self.sigma = self.mean.new_zeros(shape), self.sigma.new_ones(shape)
 
+    @property
+    def collects(self) -> bool:
+        return self.training
+
+    @property
+    def stored(self) -> Tensor:
+        return self.mean[(0,) * len(self._sets)]
+
     def normalize(self, x: Tensor, mask: Tensor | None, index: tuple[int, ...], learns: bool) -> Tensor:
         """`index`: which set of running estimates serves. `learns`: it is updated by this call, in training."""
-        x, mask = self.enter(x, mask, collects=self.training)
-        self.check_space(self.mean[index], x)
+        x, mask = self.enter(x, mask)
         mean, sigma = self.view(
             self.mean[index].clone(), self.sigma[index].clone(), x
         )  # later calls change the buffers
@@ -160,7 +167,7 @@ class _RunningNorm(Norm):
         shapes = {tuple(given[name].shape) for name in names if name in given}
         shape = torch.Size(next(iter(shapes), ()))
         whole = len(shapes) == 1 and all(name in given for name in names)
-        if whole and shape[:sets] == self._sets and self.can_hold(self.mean[(0,) * sets], shape[sets:]):
+        if whole and shape[:sets] == self._sets and self.can_hold(shape[sets:]):
             self.mean, self.sigma = self.mean.new_empty(shape), self.sigma.new_empty(shape)  # filled by torch below
         super()._load_from_state_dict(given, prefix, *rest)
 

@@ -6,12 +6,12 @@ after the other, so that a sample that has ended is simply not there. Padding is
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn.grad import conv2d_weight
 
 Factory = Callable[..., nn.Module]  # norm(hidden_size, device=..., dtype=...)
@@ -68,7 +68,7 @@ class Linear:
     def add(self, z: Tensor, x: Tensor, weight: Tensor) -> Tensor:
         return torch.addmm(z, x, weight.t())
 
-    def weight_gradient(self, x: Tensor, dy: Tensor, weight: Tensor) -> Tensor:
+    def weight_gradient(self, x: Tensor, dy: Tensor, shape: torch.Size) -> Tensor:
         return dy.t() @ x
 
 
@@ -87,8 +87,8 @@ class Convolution:
     def add(self, z: Tensor, x: Tensor, weight: Tensor) -> Tensor:
         return z + self(x, weight)
 
-    def weight_gradient(self, x: Tensor, dy: Tensor, weight: Tensor) -> Tensor:
-        grad = conv2d_weight(x, weight.shape, dy, padding=self.kernel_size // 2)  # type: ignore[no-untyped-call]
+    def weight_gradient(self, x: Tensor, dy: Tensor, shape: torch.Size) -> Tensor:
+        grad = conv2d_weight(x, shape, dy, padding=self.kernel_size // 2)  # type: ignore[no-untyped-call]
         return cast(Tensor, grad)
 
 
@@ -99,20 +99,54 @@ class _LateWeight(torch.autograd.Function):
     """A zero for every product of a weight in a loop; its gradient is the gradient of all products at once.
 
     The loop computes zero_t + h_t W with W detached, so the steps carry gradient to h_t alone, and the gradient of W is
-    one product after the loop instead of one per timestep. `used[t]` is h_t, filled in by the loop.
+    one product after the loop instead of one per timestep. `_Finish` hands over the h_t in `used` during backward.
     """
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, used: list[Tensor], product: Product, shape: tuple[int, ...]) -> Tensor:
-        ctx.save_for_backward(weight)
-        ctx.used, ctx.product = used, product
+        ctx.used, ctx.product, ctx.weight_shape = used, product, weight.shape
         return weight.new_zeros(()).expand(shape)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        (weight,) = ctx.saved_tensors
-        return ctx.product.weight_gradient(torch.cat(ctx.used), dy, weight), None, None, None
+        h = torch.cat(ctx.used).to(dy.dtype)
+        ctx.used.clear()
+        return ctx.product.weight_gradient(h, dy, ctx.weight_shape), None, None, None
+
+
+class _Finish(torch.autograd.Function):
+    """The end of a loop with late weights: joins the outputs, and keeps the h_t for the gradients of the weights.
+
+    Its backward runs before that of any step. The h_t are saved by autograd, so they are freed with the graph and a
+    change in place is noticed.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, used: list[list[Tensor]], lengths: list[int], *parts: Tensor) -> tuple[Tensor, ...]:
+        """`lengths`: how many of the `parts` are joined to each result."""
+        ctx.used, ctx.groups, ctx.lengths = used, [len(each) for each in used], lengths
+        ctx.rows = [len(part) for part in parts]
+        ctx.save_for_backward(*(h for each in used for h in each))
+        for each in used:
+            each.clear()
+        return tuple(torch.cat(list(group)) for group in _grouped(parts, lengths))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "recurrent layers of streamnorm have no second derivative in training: create_graph=True reached one. "
+                "Call backward without create_graph, put the layer in evaluation mode first, or use a cell in a loop."
+            )
+        for each, saved in zip(ctx.used, _grouped(ctx.saved_tensors, ctx.groups), strict=True):
+            each[:] = saved
+        rows = _grouped(ctx.rows, ctx.lengths)
+        return None, None, *(part for g, n in zip(gradients, rows, strict=True) for part in torch.split(g, list(n)))
+
+
+def _grouped(values: Sequence[Any], lengths: Sequence[int]) -> list[Sequence[Any]]:
+    starts = [sum(lengths[:i]) for i in range(len(lengths))]
+    return [values[start : start + length] for start, length in zip(starts, lengths, strict=True)]
 
 
 class Norms(nn.Module):
@@ -124,7 +158,13 @@ class Norms(nn.Module):
         super().__init__()
 
         def make() -> nn.Module:
-            return norm(hidden_size, device=device, dtype=dtype)
+            made = norm(hidden_size, device=device, dtype=dtype)
+            if not isinstance(made, nn.Module) or "mask" not in signature(made.forward).parameters:
+                raise TypeError(
+                    f"norm made {type(made).__name__}, which is not called as norm(x, mask=None, step=0): use a norm "
+                    "of streamnorm, such as SampleNorm for layer norm"
+                )
+            return made
 
         self.x = nn.ModuleList(make() for _ in range(gates))
         self.h = nn.ModuleList(make() for _ in range(gates))
@@ -164,23 +204,23 @@ class Gates:
 
 
 def run_packed(
-    gates: Gates, products: Tensor, sizes: Sequence[int], start: State, f: Activation, reverse: bool
+    gates: Gates, products: Tensor, sizes: Sequence[int], start: State, f: Activation, reverse: bool, late: bool
 ) -> tuple[Tensor, State]:
     """One layer in one direction over a packed sequence; `products` are those of the input, all timesteps at once.
 
-    `sizes[t]`: samples that reach timestep t, never rising. Returns the packed outputs, and the state of each sample
-    after its own last step.
+    `sizes[t]`: samples that reach timestep t, never rising. `late`: the gradient of the recurrent weight is taken after
+    the loop, which rules out second derivatives. Returns the packed outputs, and the state of each sample after its own
+    last step.
     """
+    steps = range(len(sizes))
     inputs = torch.split(products, list(sizes))
+    late = late and torch.is_grad_enabled() and gates.weights[0].requires_grad
     used: list[list[Any]] = [[None] * len(sizes) for _ in gates.weights]
-    zeros = [
-        _late_zeros(weight, bias, each, gates.product, products, sizes)
-        for weight, bias, each in zip(gates.weights, gates.biases, used, strict=True)
-    ]
+    zeros = [_late_zeros(gates, group, used[group], products, sizes) if late else () for group in range(len(used))]
     outputs: list[Any] = [None] * len(sizes)
     ended: list[State] = []
     state = tuple(s[:0] for s in start) if reverse else start
-    for t in reversed(range(len(sizes))) if reverse else range(len(sizes)):
+    for t in reversed(steps) if reverse else steps:
         here = state[0].shape[0]
         if sizes[t] < here:
             ended.append(tuple(s[sizes[t] :] for s in state))
@@ -189,23 +229,31 @@ def run_packed(
             state = tuple(torch.cat([s, s0[here : sizes[t]]]) for s, s0 in zip(state, start, strict=True))
 
         def recur(group: int, h: Tensor, t: int = t) -> list[Tensor]:
-            used[group][t] = h.detach()
-            product = gates.product.add(zeros[group][t], h, gates.weights[group].detach())
+            weight = gates.weights[group]
+            if late:
+                used[group][t] = h.detach()
+                product = gates.product.add(zeros[group][t], h, weight.detach())
+            else:
+                product = gates.product(h, weight, gates.biases[group])
             return gates.of_hidden(group, product, None, t)
 
         state = gates.kind.advance(gates.of_input(inputs[t], None, t), state, recur, f, gates.cell(None, t))
         outputs[t] = state[0]
     ended.append(state)
-    final = tuple(torch.cat(parts) for parts in zip(*reversed(ended), strict=True))
-    return torch.cat(outputs), final
+    parts = [outputs, *(list(part) for part in zip(*reversed(ended), strict=True))]
+    if late:
+        joined = _Finish.apply(used, [len(part) for part in parts], *(each for part in parts for each in part))  # type: ignore[no-untyped-call]
+    else:
+        joined = tuple(torch.cat(part) for part in parts)
+    output, *final = joined
+    return output, tuple(final)
 
 
-def _late_zeros(
-    weight: Tensor, bias: Tensor | None, used: list[Any], product: Product, like: Tensor, sizes: Sequence[int]
-) -> tuple[Tensor, ...]:
-    """What is added to the products of a weight at each timestep: the bias, if any, and the way to the gradient."""
+def _late_zeros(gates: Gates, group: int, used: list[Any], like: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
+    """What is added to the products of a group at each timestep: the bias, if any, and the way to the gradient."""
+    weight, bias = gates.weights[group], gates.biases[group]
     shape = (like.shape[0], weight.shape[0], *like.shape[2:])
-    zeros = cast(Tensor, _LateWeight.apply(weight, used, product, shape))  # type: ignore[no-untyped-call]
+    zeros = cast(Tensor, _LateWeight.apply(weight, used, gates.product, shape))  # type: ignore[no-untyped-call]
     if bias is not None:
         zeros = zeros + bias.reshape(-1, *(1 for _ in shape[2:]))
     return torch.split(zeros, list(sizes))

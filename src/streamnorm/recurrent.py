@@ -37,7 +37,7 @@ class SequenceLayer(RecurrentBase):
         if not (is_number(dropout) and 0 <= dropout <= 1):
             raise ValueError(f"dropout={dropout!r}: must be a number from 0 to 1")
         if dropout and num_layers == 1:
-            warnings.warn(f"dropout={dropout} acts between layers, and num_layers=1 has none", stacklevel=3)
+            warnings.warn(f"dropout={dropout} acts between layers, and num_layers=1 has none", stacklevel=5)
         directions = ["", "_reverse"] if bidirectional else [""]
         suffixes = [
             (f"_l{layer}{direction}", hidden_size * len(directions) if layer else input_size)
@@ -62,22 +62,24 @@ class SequenceLayer(RecurrentBase):
             for j, suffix in enumerate(self._suffixes[i : i + directions]):
                 gates, products = self._gates(suffix), self._input_products(data, suffix)
                 first = tuple(s[i + j] for s in start)
-                output, final = run_packed(gates, products, sizes, first, f, reverse=j == 1)
+                output, final = run_packed(gates, products, sizes, first, f, reverse=j == 1, late=self.training)
                 outputs.append(output)
                 finals.append(final)
             data = torch.cat(outputs, 1) if self.bidirectional else outputs[0]
         return data, tuple(torch.stack(states) for states in zip(*finals, strict=True))
 
     def _check_norms(self, data: Tensor, sizes: list[int]) -> None:
-        """Ask the norms before the first timestep whether they can take the smallest step."""
+        """Ask the norms before the first timestep whether they can take the smallest."""
         shape = (min(sizes), self.hidden_size, *data.shape[2:])
         for norm in self.modules():
-            if isinstance(norm, Norm) and norm.training:
+            if isinstance(norm, Norm):
                 try:
-                    norm.enter(torch.empty(shape, device="meta"), None, collects=True)
+                    norm.enter(torch.empty(shape, device="meta"), None)
                 except ValueError as refused:
+                    if shape[0] == max(sizes):
+                        raise
                     raise ValueError(
-                        f"timestep {sizes.index(min(sizes))} has {min(sizes)} sample(s): {refused}; or batch sequences "
+                        f"timestep {sizes.index(shape[0])} has {shape[0]} sample(s): {refused}; or batch sequences "
                         "so that the longest have company"
                     ) from None
 
@@ -91,8 +93,10 @@ class SequenceLayer(RecurrentBase):
         if lengths is None:
             output, final = self._run(x.flatten(0, 1), [batch] * steps, start)
             return output.reshape(steps, batch, *output.shape[1:]), final
-        packed = pack_padded_sequence(x, _checked_lengths(lengths, steps, batch), enforce_sorted=False)
-        packed, final = self._packed(packed, start)
+        falling, order = torch.sort(_checked_lengths(lengths, steps, batch), descending=True, stable=True)
+        order = order.to(x.device)
+        packed = pack_padded_sequence(x.index_select(1, order), falling)
+        packed, final = self._packed(PackedSequence(packed.data, packed.batch_sizes, order), start)
         return pad_packed_sequence(packed, total_length=steps)[0], final
 
     def _packed(self, packed: PackedSequence, start: State) -> tuple[PackedSequence, State]:
@@ -111,9 +115,13 @@ class SequenceLayer(RecurrentBase):
 
 
 def _checked_lengths(given: Any, steps: int, batch: int) -> Tensor:
-    lengths: Tensor = torch.as_tensor(given).cpu()
-    if lengths.is_floating_point() or lengths.is_complex() or lengths.dtype == torch.bool:
+    try:
+        lengths: Tensor = torch.as_tensor(given).cpu()
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(f"lengths={given!r}: pass one whole number per sample") from None
+    if lengths.numel() and (lengths.is_floating_point() or lengths.is_complex() or lengths.dtype == torch.bool):
         raise TypeError(f"lengths has dtype {lengths.dtype}: pass whole numbers")
+    lengths = lengths.to(torch.int64)
     if tuple(lengths.shape) != (batch,):
         raise ValueError(f"lengths of shape {tuple(lengths.shape)}: expected one per sample, ({batch},)")
     if int(lengths.min()) < 1 or int(lengths.max()) > steps:
@@ -132,16 +140,14 @@ class _Linear(SequenceLayer):
         if isinstance(input, PackedSequence):
             if lengths is not None:
                 raise ValueError("a PackedSequence has its lengths: pass lengths= only with a padded tensor")
-            self._check_features(input.data, 1)
+            self._check_input(input.data, (2,), 1, "in a PackedSequence of (rows, features)")
             shape = (len(self._suffixes), int(input.batch_sizes[0]), self.hidden_size)
             packed, final = self._packed(input, self._states(hx, shape, input.data))
             return packed, self._packaged(final)
-        self._check_features(input, -1)
+        layout = "(N, T, features)" if self.batch_first else "(T, N, features)"
+        self._check_input(input, (2, 3), -1, f"{layout} or (T, features), or a PackedSequence")
         if input.ndim == 2:
             return self._unbatched(input, hx, lengths)
-        if input.ndim != 3:
-            layout = "(N, T, features)" if self.batch_first else "(T, N, features)"
-            raise ValueError(f"input of shape {tuple(input.shape)}: expected {layout}, or (T, features)")
         output, final = self._padded(input.transpose(0, 1) if self.batch_first else input, hx, lengths)
         return output.transpose(0, 1) if self.batch_first else output, self._packaged(final)
 

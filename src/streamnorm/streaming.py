@@ -102,6 +102,14 @@ class StreamingNorm(Norm, Listener):
         self._state = stream.new_state(self.initial_shape(), statistics_like(device, dtype))
 
     @property
+    def collects(self) -> bool:
+        return self.training and not self._paused
+
+    @property
+    def stored(self) -> Tensor:
+        return self._state.mean
+
+    @property
     def mean(self) -> Tensor:
         return self._state.mean
 
@@ -129,10 +137,8 @@ class StreamingNorm(Norm, Listener):
         self._state = replace(self._state, grads=stream.new_stream(shape, like), loss_scale=torch.zeros_like(like))
 
     def forward(self, x: Tensor, mask: Tensor | None = None, step: int = 0) -> Tensor:
-        collects = self.training and not self._paused
-        x, mask = self.enter(x, mask, collects)
-        self.check_space(self.mean, x)
-        if not collects:
+        x, mask = self.enter(x, mask)
+        if not self.collects:
             mean, sigma = self.view(self.mean, self.sigma, x)
             return self.leave(evaluate(x, mean, sigma, self.weight, self.bias, mask))
 
@@ -269,7 +275,7 @@ class StreamingNorm(Norm, Listener):
     def _load_state(self, loaded: dict[str, Tensor], prefix: str, assign: bool, error_msgs: list[str]) -> None:
         shape = loaded["mean"].shape
         template = stream.to_dict(stream.new_state(tuple(shape), self._state.seen))
-        legal = self.can_hold(self.mean, shape)
+        legal = self.can_hold(shape)
         wrong = [name for name, like in template.items() if not legal or loaded[name].shape != like.shape]
         error_msgs.extend(
             f"size mismatch for {prefix}{name}: the checkpoint has {tuple(loaded[name].shape)}, which does not fit "
