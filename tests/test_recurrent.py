@@ -534,8 +534,10 @@ def test_dropout_acts_between_layers():
     x = torch.randn(5, 8, 3)
     assert not torch.equal(net(x)[0], net(x)[0])
     assert torch.equal(net.eval()(x)[0], net(x)[0])
-    with pytest.warns(UserWarning, match="acts between layers"):
-        GRU(3, 4, dropout=0.5)
+    for make in (GRU, LSTM):
+        with pytest.warns(UserWarning, match="acts between layers") as caught:
+            make(3, 4, dropout=0.5)
+        assert caught[0].filename == __file__
 
 
 x = torch.randn(6, 4, 3)

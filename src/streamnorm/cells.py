@@ -156,7 +156,24 @@ class _Cell(RecurrentBase):
         return f"{self.input_size}, {self.hidden_size}, nonlinearity={self.nonlinearity!r}"
 
 
-class RNNCell(_Cell):
+class _PlainCell(_Cell):
+    """Cells whose state is the hidden state alone."""
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        *,
+        norm: Factory | None = StreamingNorm,
+        nonlinearity: str = "tanh",
+        bias: bool = True,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(input_size, hidden_size, norm, nonlinearity, bias, False, device, dtype)
+
+
+class RNNCell(_PlainCell):
     """h' = f(N(W_x x) + N(W_h h)), each product with its own norm; see `RNN`.
 
     `cell(input, hx=None, mask=None, step=0)`: input `(N, input_size)`, state `(N, hidden_size)`. `step` is the
@@ -171,21 +188,8 @@ class RNNCell(_Cell):
 
     kind = RNN_KIND
 
-    def __init__(
-        self,
-        input_size: int,
-        hidden_size: int,
-        *,
-        norm: Factory | None = StreamingNorm,
-        nonlinearity: str = "tanh",
-        bias: bool = True,
-        device: Device = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(input_size, hidden_size, norm, nonlinearity, bias, False, device, dtype)
 
-
-class GRUCell(_Cell):
+class GRUCell(_PlainCell):
     """One step of the paper's GRU, which resets the hidden state before its matrix product; see `GRU`.
 
     >>> GRUCell(3, 5)(torch.randn(2, 3)).shape
@@ -193,19 +197,6 @@ class GRUCell(_Cell):
     """
 
     kind = GRU_KIND
-
-    def __init__(
-        self,
-        input_size: int,
-        hidden_size: int,
-        *,
-        norm: Factory | None = StreamingNorm,
-        nonlinearity: str = "tanh",
-        bias: bool = True,
-        device: Device = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(input_size, hidden_size, norm, nonlinearity, bias, False, device, dtype)
 
 
 class LSTMCell(_Cell):

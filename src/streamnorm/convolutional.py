@@ -14,10 +14,32 @@ from .streaming import StreamingNorm
 class _Convolutional(SequenceLayer):
     """Sequences of images `(N, T, C, H, W)`; convolutions keep the size."""
 
-    def __init__(self, *sizes: int, kernel_size: int, **settings: Any) -> None:
+    def __init__(
+        self,
+        input_channels: int,
+        hidden_channels: int,
+        num_layers: int = 1,
+        *,
+        kernel_size: int = 3,
+        norm: Factory | None = StreamingNorm,
+        nonlinearity: str = "tanh",
+        bias: bool = True,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         if type(kernel_size) is not int or kernel_size < 1 or kernel_size % 2 == 0:
             raise ValueError(f"kernel_size={kernel_size!r}: must be an odd whole number, so that the size is kept")
-        super().__init__(Convolution(kernel_size), *sizes, **settings)
+        super().__init__(
+            Convolution(kernel_size),
+            input_channels,
+            hidden_channels,
+            num_layers,
+            norm=norm,
+            nonlinearity=nonlinearity,
+            bias=bias,
+            device=device,
+            dtype=dtype,
+        )
         self.kernel_size = kernel_size
 
     def forward(self, input: Tensor, hx: Tensor | None = None, lengths: Any = None) -> tuple[Tensor, Tensor]:
@@ -42,31 +64,6 @@ class ConvRNN(_Convolutional):
 
     kind = RNN_KIND
 
-    def __init__(
-        self,
-        input_channels: int,
-        hidden_channels: int,
-        num_layers: int = 1,
-        *,
-        kernel_size: int = 3,
-        norm: Factory | None = StreamingNorm,
-        nonlinearity: str = "tanh",
-        bias: bool = True,
-        device: Device = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(
-            input_channels,
-            hidden_channels,
-            num_layers,
-            kernel_size=kernel_size,
-            norm=norm,
-            nonlinearity=nonlinearity,
-            bias=bias,
-            device=device,
-            dtype=dtype,
-        )
-
 
 class ConvGRU(_Convolutional):
     """The paper's GRU with convolutions in place of matrix products; shapes as in `ConvRNN`.
@@ -77,28 +74,3 @@ class ConvGRU(_Convolutional):
     """
 
     kind = GRU_KIND
-
-    def __init__(
-        self,
-        input_channels: int,
-        hidden_channels: int,
-        num_layers: int = 1,
-        *,
-        kernel_size: int = 3,
-        norm: Factory | None = StreamingNorm,
-        nonlinearity: str = "tanh",
-        bias: bool = True,
-        device: Device = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(
-            input_channels,
-            hidden_channels,
-            num_layers,
-            kernel_size=kernel_size,
-            norm=norm,
-            nonlinearity=nonlinearity,
-            bias=bias,
-            device=device,
-            dtype=dtype,
-        )

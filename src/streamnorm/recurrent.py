@@ -37,7 +37,7 @@ class SequenceLayer(RecurrentBase):
         if not (is_number(dropout) and 0 <= dropout <= 1):
             raise ValueError(f"dropout={dropout!r}: must be a number from 0 to 1")
         if dropout and num_layers == 1:
-            warnings.warn(f"dropout={dropout} acts between layers, and num_layers=1 has none", stacklevel=5)
+            warnings.warn(f"dropout={dropout} acts between layers, and num_layers=1 has none", stacklevel=4)
         directions = ["", "_reverse"] if bidirectional else [""]
         suffixes = [
             (f"_l{layer}{direction}", hidden_size * len(directions) if layer else input_size)
@@ -162,7 +162,40 @@ class _Linear(SequenceLayer):
         return super().extra_repr() + f", batch_first={self.batch_first}"
 
 
-class RNN(_Linear):
+class _Plain(_Linear):
+    """Layers whose state is the hidden state alone."""
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int = 1,
+        *,
+        norm: Factory | None = StreamingNorm,
+        nonlinearity: str = "tanh",
+        bias: bool = True,
+        batch_first: bool = False,
+        dropout: float = 0.0,
+        bidirectional: bool = False,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(
+            input_size,
+            hidden_size,
+            num_layers,
+            batch_first=batch_first,
+            norm=norm,
+            nonlinearity=nonlinearity,
+            bias=bias,
+            dropout=dropout,
+            bidirectional=bidirectional,
+            device=device,
+            dtype=dtype,
+        )
+
+
+class RNN(_Plain):
     """A normalized recurrent network: h_t = f(N(W_x x_t) + N(W_h h_{t-1})), called like `torch.nn.RNN`.
 
     `norm` makes a norm module for each product, `norm(hidden_size, device=..., dtype=...)`: `StreamingNorm` (one set of
@@ -182,37 +215,8 @@ class RNN(_Linear):
 
     kind = RNN_KIND
 
-    def __init__(
-        self,
-        input_size: int,
-        hidden_size: int,
-        num_layers: int = 1,
-        *,
-        norm: Factory | None = StreamingNorm,
-        nonlinearity: str = "tanh",
-        bias: bool = True,
-        batch_first: bool = False,
-        dropout: float = 0.0,
-        bidirectional: bool = False,
-        device: Device = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(
-            input_size,
-            hidden_size,
-            num_layers,
-            batch_first=batch_first,
-            norm=norm,
-            nonlinearity=nonlinearity,
-            bias=bias,
-            dropout=dropout,
-            bidirectional=bidirectional,
-            device=device,
-            dtype=dtype,
-        )
 
-
-class GRU(_Linear):
+class GRU(_Plain):
     """The paper's normalized GRU, called like `torch.nn.GRU` but not the same function:
 
     r, z = sigmoid(N(W_x x_t) + N(W_h h)); new = f(N(W_x x_t) + N(W_h (h * r))); h_t = z * new + (1 - z) * h.
@@ -226,35 +230,6 @@ class GRU(_Linear):
     """
 
     kind = GRU_KIND
-
-    def __init__(
-        self,
-        input_size: int,
-        hidden_size: int,
-        num_layers: int = 1,
-        *,
-        norm: Factory | None = StreamingNorm,
-        nonlinearity: str = "tanh",
-        bias: bool = True,
-        batch_first: bool = False,
-        dropout: float = 0.0,
-        bidirectional: bool = False,
-        device: Device = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(
-            input_size,
-            hidden_size,
-            num_layers,
-            batch_first=batch_first,
-            norm=norm,
-            nonlinearity=nonlinearity,
-            bias=bias,
-            dropout=dropout,
-            bidirectional=bidirectional,
-            device=device,
-            dtype=dtype,
-        )
 
 
 class LSTM(_Linear):
