@@ -15,9 +15,13 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import nn
-from tqdm import tqdm
 
 from streamnorm import RNN, SampleNorm, StreamingNorm, TimeSpecificNorm
+
+try:
+    from tqdm import tqdm
+except ImportError:
+    raise SystemExit("the progress bar needs tqdm: pip install 'streamnorm[demo]'") from None
 
 SYMBOLS, HIDDEN, SAMPLES, TRAINED, TESTED = 8, 64, 32, 50, 200
 NORMS = {

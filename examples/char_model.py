@@ -11,16 +11,19 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import nn
-from tqdm import tqdm
 
 from streamnorm import GRU, Manhattan
+
+try:
+    from tqdm import tqdm
+except ImportError:
+    raise SystemExit("the progress bar needs tqdm: pip install 'streamnorm[demo]'") from None
 
 
 class CharModel(nn.Module):
     def __init__(self, symbols, hidden):
         super().__init__()
-        self.symbols = symbols
-        self.gru, self.head = GRU(symbols, hidden), nn.Linear(hidden, symbols)
+        self.symbols, self.gru, self.head = symbols, GRU(symbols, hidden), nn.Linear(hidden, symbols)
 
     def forward(self, text, state=None):
         """`text` `(T, N)` -> logits `(T, N, symbols)` and the state to go on from."""
@@ -35,8 +38,7 @@ def loss_of(model, text, state=None):
 
 @torch.no_grad()
 def sample(model, alphabet, length, temperature):
-    text, state = torch.zeros(1, 1, dtype=torch.long), None
-    drawn = []
+    text, state, drawn = torch.zeros(1, 1, dtype=torch.long), None, []
     for _ in range(length):
         logits, state = model(text, state)
         text = torch.multinomial(torch.softmax(logits[0] / temperature, 1), 1)
@@ -52,10 +54,8 @@ def save(path, **state):
 def main():
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("text", type=Path)
-    options.add_argument("--hidden", type=int, default=100)
-    options.add_argument("--streams", type=int, default=32)
-    options.add_argument("--chunk", type=int, default=50)
-    options.add_argument("--updates", type=int, default=300)
+    for name, default in (("--hidden", 100), ("--streams", 32), ("--chunk", 50), ("--updates", 300)):
+        options.add_argument(name, type=int, default=default)
     options.add_argument("--lr", type=float, default=0.003)
     options.add_argument("--temperature", type=float, default=0.7)
     options.add_argument("--checkpoint", type=Path)
