@@ -415,6 +415,38 @@ def test_contract_meta_and_deferred_initialisation(build):
     assert torch.isfinite(alive(torch.randn(6, 4, 3))[0]).all()
 
 
+OTHERS = {
+    "RNNCell": (RNNCell, (2, 3)),
+    "GRUCell": (GRUCell, (2, 3)),
+    "LSTMCell": (LSTMCell, (2, 3)),
+    "ConvRNN": (ConvRNN, (2, 4, 3, 5, 5)),
+    "ConvGRU": (partial(ConvGRU, norm=partial(StreamingNorm, ref="BA6")), (2, 4, 3, 5, 5)),
+}
+
+
+@pytest.mark.parametrize(("make", "shape"), OTHERS.values(), ids=OTHERS)
+def test_contract_of_cells_and_convolutions(make, shape):
+    def first(result):
+        return result if isinstance(result, torch.Tensor) else result[0]
+
+    net, x = make(3, 4), torch.randn(shape)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for _ in range(2):
+        first(net(x)).square().sum().backward()
+        optimizer.step()
+    state = net.state_dict()
+    fresh = make(3, 4)
+    fresh.load_state_dict(state)
+    twins = [copy.deepcopy(net), pickle.loads(pickle.dumps(net)), fresh]
+    for twin in twins:
+        assert torch.equal(first(twin(x)), first(copy.deepcopy(net)(x)))  # the pending update folds in all of them
+    assert first(copy.deepcopy(net).double()(x.double())).dtype == DOUBLE
+    assert torch.isfinite(first(net.eval()(x))).all()
+    meta = make(3, 4, device="meta")
+    first(meta(x.to("meta"))).sum().backward()
+    assert {p.grad.device.type for p in meta.parameters()} == {"meta"}
+
+
 @pytest.mark.parametrize("norm", [StreamingNorm, SampleNorm, None])
 @pytest.mark.parametrize("make", [RNN, GRU, LSTM])
 def test_double_backward_is_refused(make, norm):

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from .dispatch import apply
 from .moments import Moments, Statistic
 from .normref import CODES, NormRef, resolve
+from .stream import all_finite
 
 Device = torch.device | str | int | None
 
@@ -198,13 +199,13 @@ def mini_batch_statistics(own: Moments, latest: Tensor) -> tuple[Tensor, Tensor]
     """
     both = torch.stack([own.mean, own.sigma])
     if own.present is None:
-        s = both.mean(1).reshape(latest.shape).to(latest.dtype)
-        return s, torch.isfinite(s).all()
+        s = (both if both.shape[1] == 1 else both.mean(1)).reshape(latest.shape).to(latest.dtype)
+        return s, all_finite(s)
     samples = own.present.sum(0)
     s = torch.where(own.present, both, 0).sum(1) / samples.clamp(min=1)
     has_data = (samples > 0).reshape(latest.shape[1:])
     s = torch.where(has_data, s.reshape(latest.shape).to(latest.dtype), latest)
-    return s, torch.isfinite(s).all() & has_data.any()
+    return s, all_finite(s) & has_data.any()
 
 
 def share_among_samples(gradient: Tensor, samples: int, present: Tensor | None) -> Tensor:

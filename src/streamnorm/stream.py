@@ -63,6 +63,11 @@ def push(stream: Stream, value: Tensor, accept: Tensor) -> Stream:
     return replace(stream, short=torch.lerp(stream.short, value, share), count=count)
 
 
+def all_finite(values: Tensor) -> Tensor:
+    """Whether there is no NaN or inf: only those differ from themselves by something else than 0."""
+    return (values - values).sum() == 0
+
+
 def blend(stream: Stream, long: float, short: float) -> Tensor:
     """long * stream.long + short * stream.short, an empty `long` being replaced by `short`."""
     return long * torch.where(stream.empty, stream.short, stream.long) + short * stream.short

@@ -208,7 +208,7 @@ class StreamingNorm(Norm, Listener):
         # After a reset between forward and backward there may be no stream of this shape any more: start one.
         known = tuple(state.mean.shape) == shape
         grads = state.grads if known else stream.new_stream(shape, state.seen)
-        grads = stream.push(grads, g, accept & torch.isfinite(g).all())
+        grads = stream.push(grads, g, accept & stream.all_finite(g))
         if known:
             self._state = replace(state, grads=grads)
 
