@@ -7,6 +7,7 @@ quartiles are printed. Memory is what the profiler's allocation record says is a
 output (the input was there before).
 """
 
+import argparse
 import os
 import platform
 import statistics
@@ -19,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 from streamnorm import StreamingNorm
 
 SHAPE = (32, 64, 32, 32)
-ROUNDS, CALLS = 60, 4
+CALLS = 4
 
 
 def train_step(layer, x, dy):
@@ -34,16 +35,16 @@ def time_of(layer, x, dy):
     return (time.perf_counter() - start) / CALLS
 
 
-def time_ratio(make, x, dy):
+def time_ratio(make, x, dy, rounds):
     ours, theirs = make(SHAPE[1]), nn.BatchNorm2d(SHAPE[1])
     for layer in (ours, theirs):
         for _ in range(10):
             train_step(layer, x, dy)
         if isinstance(layer, StreamingNorm):
             layer.weights_updated()  # past the first fold, and far past the warm-up
-    rounds = [(time_of(ours, x, dy), time_of(theirs, x, dy)) for _ in range(ROUNDS)]
-    low, middle, high = statistics.quantiles([a / b for a, b in rounds], n=4)
-    return low, middle, high, *(1e3 * statistics.median(side) for side in zip(*rounds, strict=True))
+    times = [(time_of(ours, x, dy), time_of(theirs, x, dy)) for _ in range(rounds)]
+    low, middle, high = statistics.quantiles([a / b for a, b in times], n=4)
+    return low, middle, high, *(1e3 * statistics.median(side) for side in zip(*times, strict=True))
 
 
 def bytes_alive(layer, x):
@@ -55,9 +56,12 @@ def bytes_alive(layer, x):
 
 
 def main():
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--rounds", type=int, default=60)
+    chosen = options.parse_args()
     allocator = {k: v for k, v in os.environ.items() if k.startswith("MALLOC_")} or "default"
     print(f"torch {torch.__version__}, {platform.processor() or platform.machine()}, allocator {allocator}")
-    print(f"forward + backward on {SHAPE} float32, {ROUNDS} interleaved rounds of {CALLS} calls\n")
+    print(f"forward + backward on {SHAPE} float32, {chosen.rounds} interleaved rounds of {CALLS} calls\n")
     variants = {
         "StreamingNorm": StreamingNorm,
         "StreamingNorm p=1": lambda n: StreamingNorm(n, p=1),
@@ -71,7 +75,7 @@ def main():
         for threads in (1, 2):
             torch.set_num_threads(threads)
             for name, make in variants.items():
-                low, middle, high, ours, theirs = time_ratio(make, x, dy)
+                low, middle, high, ours, theirs = time_ratio(make, x, dy, chosen.rounds)
                 print(f"{name:30}{threads:8}{middle:8.2f}{low:8.2f}-{high:.2f}{ours:9.2f}{theirs:8.2f}")
     size = x.numel() * x.element_size()
     print("\nalive between forward and backward, less input and output, in units of the input:")

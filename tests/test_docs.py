@@ -89,6 +89,13 @@ def test_the_benchmark_of_sequence_length():
     assert done.stdout.count("±") == 12
 
 
+def test_the_benchmark_of_cost():
+    done = run_script("benchmarks/layer_cost.py", "--rounds", 2)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("StreamingNorm") == 15  # 3 settings x 2 layouts x 2 thread counts, and memory
+    assert "nn.BatchNorm2d" in done.stdout
+
+
 def test_the_memory_of_the_benchmark():
     sys.path.insert(0, str(ROOT / "benchmarks"))
     try:

@@ -208,8 +208,9 @@ def test_padded_equals_dropped(make, norm, bidirectional, garbage):
 
 @pytest.mark.parametrize(("layer", "cell"), [(RNN, RNNCell), (GRU, GRUCell), (LSTM, LSTMCell)])
 def test_lengths_equal_a_hand_written_loop_that_drops(layer, cell):
-    net, one = layer(3, 5, dtype=DOUBLE), cell(3, 5, dtype=DOUBLE)
-    one.load_state_dict({key.replace("_l0", ""): value for key, value in net.state_dict().items()})
+    net, one, masked = layer(3, 5, dtype=DOUBLE), cell(3, 5, dtype=DOUBLE), cell(3, 5, dtype=DOUBLE)
+    for twin in (one, masked):
+        twin.load_state_dict({key.replace("_l0", ""): value for key, value in net.state_dict().items()})
     lengths, x = [6, 4, 4, 1], torch.randn(6, 4, 3, dtype=DOUBLE)
     output, _ = net(x, lengths=lengths)
     state = None
@@ -220,13 +221,13 @@ def test_lengths_equal_a_hand_written_loop_that_drops(layer, cell):
         state = one(x[t, :alive], state, step=t)
         close(output[t, :alive], state if isinstance(state, torch.Tensor) else state[0])
         assert (output[t, alive:] == 0).all()
-    masked, h = cell(3, 5, dtype=DOUBLE), None
-    masked.load_state_dict(
-        {key.replace("_l0", ""): value for key, value in layer(3, 5, dtype=DOUBLE).state_dict().items()}
-    )
+    h = None
     for t in range(6):  # or with a mask: samples that have ended keep their state
         h = masked(x[t], h, mask=torch.tensor([n > t for n in lengths]), step=t)
+        alive = sum(n > t for n in lengths)
+        close((h if isinstance(h, torch.Tensor) else h[0])[:alive], output[t, :alive])
     assert int(masked.norms.x[0].stats.count) == 6
+    same_states(one, masked, exact=False)
 
 
 @every_layer

@@ -91,7 +91,7 @@ class Norm(nn.Module):
         if mask is not None:
             mask = mask_over_channels(mask, x)
         if self.collects:
-            fewest = self.ref.elements(x.shape)[0] if x.numel() else 0
+            fewest = self.ref.fewest_elements(x.shape) if x.numel() else 0
             if fewest == 0:
                 raise ValueError(f"input of shape {tuple(x.shape)} is empty: statistics need at least one element")
             if fewest == 1 and self.center == "mean":
@@ -119,7 +119,7 @@ class Norm(nn.Module):
         if mean.numel() == 0:
             shape = tuple(1 for _ in x.shape)
             return mean.new_zeros(shape), sigma.new_ones(shape)
-        shape = (1, *self.ref.kept_shape(x.shape)[1:])
+        shape = self.ref.kept_shape(x.shape)
         return mean.reshape(shape), sigma.reshape(shape)
 
     def statistic_shape(self, x: Tensor) -> tuple[int, ...]:
@@ -143,10 +143,10 @@ class Norm(nn.Module):
     def can_hold(self, shape: torch.Size) -> bool:
         """Whether statistics of this shape may replace the stored ones: the same, or either not bound to a size yet."""
         stored = self.stored
-        if stored is None or shape == stored.shape or not self.ref.located:
-            return stored is not None and shape == stored.shape
+        if stored is None or shape == stored.shape:
+            return stored is not None
         legal = shape == (0,) or self.ref.channels == "all" or shape[:1] == (self.num_features,)
-        return legal and (stored.numel() == 0 or shape == (0,))
+        return self.ref.located and legal and (stored.numel() == 0 or shape == (0,))
 
     def settings(self, **own: object) -> str:
         """The constructor's arguments, for `extra_repr`."""

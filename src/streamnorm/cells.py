@@ -102,8 +102,8 @@ class RecurrentBase(nn.Module):
             got = ", ".join(str(tuple(s.shape)) for s in states)
             raise ValueError(f"initial state of shape {got}: expected {self.kind.states} x {shape}")
         for s in states:
-            mixed = s.is_floating_point() and torch.is_autocast_enabled(x.device.type) if s.dtype != x.dtype else True
-            if s.device != x.device or not mixed:
+            typed = s.dtype == x.dtype or (s.is_floating_point() and torch.is_autocast_enabled(x.device.type))
+            if s.device != x.device or not typed:
                 raise TypeError(f"initial state is {s.dtype} on {s.device}, the input {x.dtype} on {x.device}")
         return states
 

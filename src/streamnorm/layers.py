@@ -121,9 +121,8 @@ class _RunningNorm(Norm):
     def normalize(self, x: Tensor, mask: Tensor | None, index: tuple[int, ...], learns: bool) -> Tensor:
         """`index`: which set of running estimates serves. `learns`: it is updated by this call, in training."""
         x, mask = self.enter(x, mask)
-        mean, sigma = self.view(
-            self.mean[index].clone(), self.sigma[index].clone(), x
-        )  # later calls change the buffers
+        # Copies: this call's backward pass may come after later calls have changed the buffers.
+        mean, sigma = self.view(self.mean[index].clone(), self.sigma[index].clone(), x)
         if not self.training:
             return self.leave(evaluate(x, mean, sigma, self.weight, self.bias, mask))
         wide = x.to(compute_dtype(x, mean))

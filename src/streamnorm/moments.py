@@ -42,7 +42,7 @@ def count_elements(x: Tensor, ref: NormRef, mask: Tensor | None) -> Tensor:
     """Real elements in the reference of each statistic."""
     samples = 1 if ref.samples else x.shape[0]
     if mask is None and not ref.window:
-        return x.new_full((samples, *(1 for _ in x.shape[1:])), ref.elements(x.shape)[0])
+        return x.new_full((samples, *(1 for _ in x.shape[1:])), ref.fewest_elements(x.shape))
     real = x.new_ones((x.shape[0], 1, *x.shape[2:])) if mask is None else mask.to(x.dtype)
     per_channel = _gather(real, ref)
     return per_channel * x.shape[1] if ref.channels == "all" else per_channel

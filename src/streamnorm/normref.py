@@ -50,23 +50,15 @@ class NormRef:
         return (channels,) * (self.channels == "each") + (space if self.located else ())
 
     def kept_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Shape of the statistics of an input `(N, C, *space)`, pooled dimensions kept as 1."""
-        n, c, *space = shape
-        return (
-            1 if self.samples else n,
-            c if self.channels == "each" else 1,
-            *(size if self.located else 1 for size in space),
-        )
+        """Shape in which a statistic of a mini-batch broadcasts against its input `(N, C, *space)`."""
+        _, c, *space = shape
+        return 1, c if self.channels == "each" else 1, *(size if self.located else 1 for size in space)
 
-    def elements(self, shape: tuple[int, ...]) -> tuple[int, float]:
-        """Elements per statistic in an input `(N, C, *space)`: the fewest, and the average over statistics."""
+    def fewest_elements(self, shape: tuple[int, ...]) -> int:
+        """Elements of the smallest reference in an input `(N, C, *space)`; windows are smallest in a corner."""
         n, c, *space = shape
         pooled = (n if self.samples else 1) * (c if self.channels == "all" else 1)
-        if not self.located:
-            return pooled * prod(space), float(pooled * prod(space))
-        half = self.window // 2
-        inside = [[min(i + half, size - 1) - max(i - half, 0) + 1 for i in range(size)] for size in space]
-        return pooled * prod(map(min, inside)), pooled * prod(sum(counts) / len(counts) for counts in inside)
+        return pooled * prod(min(self.window // 2 + 1, size) if self.located else size for size in space)
 
 
 # BA1, BA6 and "LN is a sample normalization" are certain; the other rows are reconstructed from the text.

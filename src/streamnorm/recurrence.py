@@ -4,7 +4,7 @@ A sequence is kept packed, as `PackedSequence` does: the samples sorted by falli
 after the other, so that a sample that has ended is simply not there. Padding is dropped, never masked.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any, NamedTuple, cast
@@ -181,20 +181,21 @@ class Gates:
         rows = [group * size for group in kind.groups]
         self.weights = torch.split(weight_hh, rows)
         self.biases = [None] * len(rows) if bias_hh is None else list(torch.split(bias_hh, rows))
-        self.first = [sum(kind.groups[:i]) for i in range(len(rows))]
+        self.norms_h = [None] * len(rows) if norms is None else _grouped(list(norms.h), kind.groups)
 
     def of_input(self, products: Tensor, mask: Tensor | None, step: int) -> list[Tensor]:
-        parts = torch.split(products, self.size, 1)
-        if self.norms is None:
-            return list(parts)
-        return [norm(part, mask=mask, step=step) for norm, part in zip(self.norms.x, parts, strict=True)]
+        return self._normalized(products, None if self.norms is None else self.norms.x, mask, step)
 
     def of_hidden(self, group: int, products: Tensor, mask: Tensor | None, step: int) -> list[Tensor]:
-        parts = torch.split(products, self.size, 1)
-        if self.norms is None:
-            return list(parts)
-        norms = list(self.norms.h)[self.first[group] :]
-        return [norm(part, mask=mask, step=step) for norm, part in zip(norms, parts, strict=False)]
+        return self._normalized(products, self.norms_h[group], mask, step)
+
+    def _normalized(
+        self, products: Tensor, norms: Iterable[nn.Module] | None, mask: Tensor | None, step: int
+    ) -> list[Tensor]:
+        gates = torch.split(products, self.size, 1)
+        if norms is None:
+            return list(gates)
+        return [norm(gate, mask=mask, step=step) for norm, gate in zip(norms, gates, strict=True)]
 
     def cell(self, mask: Tensor | None, step: int) -> Activation:
         if self.norms is None or self.norms.cell is None:

@@ -177,10 +177,12 @@ class StreamingNorm(Norm, Listener):
 
     def _stream_statistics(self, before: State, s: Moments) -> tuple[State, Tensor, Gradient]:
         """F of the paper and the warm start: the new state, s_hat, and G for the backward pass of this call."""
-        latest = torch.stack([before.mean, before.sigma])
-        layer = stream.layer_statistics(s.mean, s.sigma, s.present, self.p).to(latest.dtype)
-        layer = layer.reshape(2, *(1 for _ in before.mean.shape))
-        absent = latest if s.present is None else torch.where(before.seen == 0, layer, latest)
+        latest = layer = absent = torch.stack([before.mean, before.sigma])
+        if self.warmup or s.present is not None:
+            layer = stream.layer_statistics(s.mean, s.sigma, s.present, self.p).to(latest.dtype)
+            layer = layer.reshape(2, *(1 for _ in before.mean.shape))
+        if s.present is not None:
+            absent = torch.where(before.seen == 0, layer, latest)
         value, accept = mini_batch_statistics(s, absent)
         stats = stream.push(before.stats, value, accept)
         s_hat = stream.blend(stats, *self.alpha)

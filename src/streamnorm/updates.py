@@ -71,9 +71,8 @@ class Listener(nn.Module):
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {
-            key: value for key, value in self.__dict__.items() if key != "_scalers"
-        }  # a copy is attached to nothing
+        # A copy is attached to nothing.
+        return {key: value for key, value in self.__dict__.items() if key != "_scalers"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
