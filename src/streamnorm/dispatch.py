@@ -1,22 +1,61 @@
-"""The one place that chooses how a layer is computed. Today there is one way, plain torch.
+"""The one place that chooses how a layer is computed: by the kernels for the CPU where they apply, or in plain torch.
 
-A layer hands over what S found and what to normalize with, and a function that says which gradient of the statistics
-flows on. Between forward and backward only the input and a few small tensors stay alive.
+On the plain path a layer hands over what S found and what to normalize with, and a function that says which gradient
+of the statistics flows on. Between forward and backward only the input and a few small tensors stay alive.
 """
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
+from . import kernels
 from . import moments as plain
+from .fused import layout_of, refuse_second_derivative
+from .kernels import Layout
 from .moments import Moments, Statistic, channelwise
+from .normref import CODES
 
+BATCH_NORM = CODES["BA1"]
 # Given dE/d(mean) and dE/d(sigma) of the statistics that normalized, the gradients to send into S(x).
 Gradient = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 # Given the means of the references and which of them a mask left present, c of the p-th moment.
 Center = Callable[[Tensor, Tensor | None], Tensor]
+
+
+def fused_layout(x: Tensor, mask: Tensor | None) -> Layout | None:
+    """How the kernels read the input of a call; None where they cannot: that is a matter for the plain path."""
+    return layout_of(x) if mask is None and kernels.available() and _is_plain_float32(x) else None
+
+
+@lru_cache(maxsize=256)
+def _fused_settings(statistic: tuple[Any, ...], streaming: tuple[Any, ...]) -> bytes | None:
+    ref, p, center, eps = statistic
+    return kernels.settings_record(p, center, *streaming, eps) if p in (1, 2) and ref == BATCH_NORM else None
+
+
+def fused_settings(
+    statistic: tuple[Any, ...], streaming: tuple[Any, ...], stored: Tensor, weight: Tensor | None
+) -> bytes | None:
+    """The settings of a streaming layer for the kernels; None where they do not serve it.
+
+    `statistic`: the fields of a Statistic; `streaming`: alpha, beta, kappa and warmup.
+    """
+    if _is_plain_float32(stored) and (weight is None or _is_plain_float32(weight)):
+        return _fused_settings(statistic, streaming)
+    return None
+
+
+def fuses_sequence(*tensors: Tensor) -> bool:
+    """Whether the kernels take these tensors of a recurrent layer."""
+    return kernels.available() and all(_is_plain_float32(t) and t.is_contiguous() for t in tensors)
+
+
+def _is_plain_float32(tensor: Tensor) -> bool:
+    return tensor.dtype == torch.float32 and tensor.is_cpu and type(tensor) in (Tensor, Parameter)
 
 
 def measure(x: Tensor, statistic: Statistic, mask: Tensor | None, center: Center) -> Moments:
@@ -76,11 +115,7 @@ class _Normalize(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "streamnorm layers have no second derivative in training: create_graph=True reached one. "
-                "Call backward without create_graph, or put the layer in evaluation mode first."
-            )
+        refuse_second_derivative()
         saved, weight, mask, mean, sigma, *moments = ctx.saved_tensors
         own, dtype = Moments(*moments), compute_dtype(saved, mean)
         x, dy = plain.masked(saved.to(dtype), mask), plain.masked(dy.to(dtype), mask)

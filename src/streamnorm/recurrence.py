@@ -14,6 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.grad import conv2d_weight
 
+from .dispatch import fuses_sequence
+from .fused import SequencePlan, refuse_second_derivative, stream_sequence
+from .streaming import StreamingNorm
+
 Factory = Callable[..., nn.Module]  # norm(hidden_size, device=..., dtype=...)
 State = tuple[Tensor, ...]
 Recur = Callable[[int, Tensor], list[Tensor]]  # group of gates, hidden state -> its products, normalized
@@ -133,11 +137,7 @@ class _Finish(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "recurrent layers of streamnorm have no second derivative in training: create_graph=True reached one. "
-                "Call backward without create_graph, put the layer in evaluation mode first, or use a cell in a loop."
-            )
+        refuse_second_derivative("recurrent layers of streamnorm", ", or use a cell in a loop")
         for each, saved in zip(ctx.used, _grouped(ctx.saved_tensors, ctx.groups), strict=True):
             each[:] = saved
         rows = _grouped(ctx.rows, ctx.lengths)
@@ -178,6 +178,7 @@ class Gates:
         self, kind: Kind, product: Product, weight_hh: Tensor, bias_hh: Tensor | None, norms: Norms | None, size: int
     ) -> None:
         self.kind, self.product, self.norms, self.size = kind, product, norms, size
+        self.weight = weight_hh
         rows = [group * size for group in kind.groups]
         self.weights = torch.split(weight_hh, rows)
         self.biases = [None] * len(rows) if bias_hh is None else list(torch.split(bias_hh, rows))
@@ -213,6 +214,9 @@ def run_packed(
     the loop, which rules out second derivatives. Returns the packed outputs, and the state of each sample after its own
     last step.
     """
+    norms = _fused(gates, products, start)
+    if norms:
+        return _run_fused(gates, norms, products, sizes, start[0], f, reverse)
     steps = range(len(sizes))
     inputs = torch.split(products, list(sizes))
     late = late and torch.is_grad_enabled() and gates.weights[0].requires_grad
@@ -248,6 +252,42 @@ def run_packed(
         joined = tuple(torch.cat(part) for part in parts)
     output, *final = joined
     return output, tuple(final)
+
+
+def _fused(gates: Gates, products: Tensor, start: State) -> list[StreamingNorm] | None:
+    """The norms, if the kernels compute the same as the loop over timesteps, hooks and all; else None."""
+    if gates.kind not in (RNN_KIND, GRU_KIND) or gates.product != Linear() or gates.norms is None:
+        return None
+    norms = [*gates.norms.x, *gates.norms.h]
+    if not all(type(norm) is StreamingNorm and not _has_hooks(norm) and norm._scaler is None for norm in norms):
+        return None
+    settings = norms[0].fused_settings()
+    if settings is None or any((n.fused_settings(), n.collects) != (settings, norms[0].collects) for n in norms):
+        return None
+    if torch.is_grad_enabled():
+        # Evaluation can be differentiated twice on the plain path. And where nothing that leads to a norm needs a
+        # gradient, nor gain and bias, none is streamed.
+        reached = products.requires_grad and gates.weight.requires_grad
+        if not norms[0].collects or not (reached or all(norm.affine and norm.weight.requires_grad for norm in norms)):
+            return None
+    return norms if fuses_sequence(products, start[0], gates.weight) else None
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+    return any(hooks)
+
+
+def _run_fused(
+    gates: Gates, norms: list[StreamingNorm], products: Tensor, sizes: Sequence[int], start: Tensor, f: Any, back: bool
+) -> tuple[Tensor, State]:
+    training, settings = norms[0].collects, cast(bytes, norms[0].fused_settings())
+    states = [norm.begin_call() if training else norm.state for norm in norms]
+    receivers = [norm.receive for norm in norms]
+    plan = SequencePlan(settings, gates.kind.gates, f is torch.relu, training, back, sizes, states, receivers)
+    gains, biases = [norm.weight for norm in norms], [norm.bias for norm in norms]
+    output, final = stream_sequence(products, start, gates.weight, gains, biases, plan)
+    return output, (final,)
 
 
 def _late_zeros(gates: Gates, group: int, used: list[Any], like: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:

@@ -1,7 +1,7 @@
 """Streams of statistics: long-term and short-term averages, the function F (and G) of the paper.
 
-H1 (statistics) and H2 (their gradients) are two `Stream`s. All functions are pure: they return new tensors and
-never write into old ones, so a call may keep what it used for its own backward pass.
+H1 (statistics) and H2 (their gradients) are two `Stream`s. The rules are pure functions, which return new tensors;
+`write` puts a result into the tensors that a layer keeps. kernels/stream.h is the twin of this file.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -117,6 +117,17 @@ def bind(state: State, shape: tuple[int, ...]) -> State:
     if state.mean.numel():
         return state
     return replace(new_state(shape, state.seen), pending=state.pending, loss_scale=state.loss_scale)
+
+
+def write(state: State, new: State) -> None:
+    """Copy the values of `new` into the tensors of `state`."""
+    for kept, value in zip(to_dict(state).values(), to_dict(new).values(), strict=True):
+        if value is not kept:
+            kept.copy_(value)
+
+
+def copied(state: State) -> State:
+    return from_dict({name: tensor.clone() for name, tensor in to_dict(state).items()})
 
 
 def to_dict(state: State) -> dict[str, Tensor]:

@@ -25,7 +25,8 @@ from .base import (
     share_among_samples,
     statistics_like,
 )
-from .dispatch import Gradient, apply, compute_dtype, evaluate, measure
+from .dispatch import Gradient, apply, compute_dtype, evaluate, fused_layout, fused_settings, measure
+from .fused import stream_layer
 from .moments import Moments
 from .normref import NormRef
 from .stream import State, Stream
@@ -58,6 +59,7 @@ class StreamingNorm(Norm, Listener):
     _version = 1
     _state: State
     _marked = False  # a weight update may be pending; spares calls that cannot have one the work of a fold
+    _shared = False  # somebody may hold the tensors of the state: they are not written to any more
 
     def __init__(
         self,
@@ -111,21 +113,35 @@ class StreamingNorm(Norm, Listener):
 
     @property
     def mean(self) -> Tensor:
-        return self._state.mean
+        return self._handed_out().mean
 
     @property
     def sigma(self) -> Tensor:
-        return self._state.sigma
+        return self._handed_out().sigma
 
     @property
     def stats(self) -> Stream:
         """H1: the streams of mean (row 0) and sigma (row 1)."""
-        return self._state.stats
+        return self._handed_out().stats
 
     @property
     def grads(self) -> Stream:
         """H2: the streams of dE/dmean and dE/dsigma."""
-        return self._settled().grads
+        self._settled()
+        return self._handed_out().grads
+
+    def _handed_out(self) -> State:
+        """The state for somebody to keep: what was read never changes under the reader's hands."""
+        self._shared = True
+        return self._state
+
+    def _own(self) -> State:
+        """The state for writing into."""
+        if self._shared:
+            with outside_inference_mode():
+                self._state = stream.copied(self._state)
+            self._shared = False
+        return self._state
 
     def reset_running_stats(self) -> None:
         """Forget everything: statistics, their gradients, and the spatial size that they are bound to."""
@@ -142,6 +158,10 @@ class StreamingNorm(Norm, Listener):
             mean, sigma = self.view(self.mean, self.sigma, x)
             return self.leave(evaluate(x, mean, sigma, self.weight, self.bias, mask))
 
+        layout, settings = fused_layout(x, mask), self.fused_settings()
+        if layout and settings:
+            y = stream_layer(x, self.weight, self.bias, layout, settings, self.begin_call(), self.receive)
+            return self.leave(y)
         self._forward_runs()
         with outside_inference_mode(), torch.no_grad():
             before = self._folded(self.statistic_shape(x))
@@ -150,7 +170,11 @@ class StreamingNorm(Norm, Listener):
             after, s_hat, gradients = self._stream_statistics(before, s)
         mean, sigma = self.view(s_hat[0], s_hat[1], x)
         y = apply(x, self.weight, self.bias, mask, mean, sigma, s, self.statistic, gradients)
-        self._state, self._marked = after, False
+        with outside_inference_mode(), torch.no_grad():
+            if after.mean.shape != self._state.mean.shape:  # the first call binds the layer to a spatial size
+                self._state = stream.new_state(tuple(after.mean.shape), after.seen)
+            stream.write(self._own(), after)
+        self._marked = False
         return self.leave(y)
 
     def _folded(self, shape: tuple[int, ...]) -> State:
@@ -172,7 +196,7 @@ class StreamingNorm(Norm, Listener):
             return fixed_center(self.center, mean)
         running, _ = self.view(before.mean, before.sigma, x)
         if not self.warmup:
-            return running
+            return running.clone()  # kept for backward, when the state has moved on
         return torch.where(before.seen == 0, stream.layer_mean(mean, present), running)
 
     def _stream_statistics(self, before: State, s: Moments) -> tuple[State, Tensor, Gradient]:
@@ -191,7 +215,7 @@ class StreamingNorm(Norm, Listener):
         if self.warmup:
             s_hat, w = stream.warm_start(s_hat, layer, seen, self.warmup)
         s_hat = torch.where(accept, s_hat, latest)
-        after = replace(before, stats=stats, mean=s_hat[0].clone(), sigma=s_hat[1].clone(), seen=seen)
+        after = replace(before, stats=stats, mean=s_hat[0], sigma=s_hat[1], seen=seen)
         share = partial(share_among_samples, samples=s.mean.shape[0], present=s.present)
         return after, s_hat, partial(self._stream_gradients, accept=accept, w=w, share=share)
 
@@ -212,7 +236,7 @@ class StreamingNorm(Norm, Listener):
         grads = state.grads if known else stream.new_stream(shape, state.seen)
         grads = stream.push(grads, g, accept & stream.all_finite(g))
         if known:
-            self._state = replace(state, grads=grads)
+            stream.write(state, replace(state, grads=grads))
 
         long, short, present = self.beta
         g_hat = stream.blend(grads, long, short)
@@ -224,19 +248,45 @@ class StreamingNorm(Norm, Listener):
         to_mean, to_sigma = g_hat.reshape(kept).to(grad_mean.dtype)
         return share(to_mean), share(to_sigma)
 
+    @property
+    def state(self) -> State:
+        """All state, as it is."""
+        return self._state
+
+    def begin_call(self) -> State:
+        """What a fused training call streams its statistics into."""
+        self._forward_runs()
+        return self._settled()
+
+    def receive(self) -> tuple[State, float]:
+        """What the backward pass of a fused call streams its gradients into, and the scale of the loss."""
+        self._backward_runs()
+        state = self._settled()
+        return state, 1.0 if self._scaler is None else float(state.loss_scale)
+
+    def fused_settings(self) -> bytes | None:
+        """The settings for the kernels; None where they do not serve this layer."""
+        statistic = self.ref, self.p, self.center, self.eps
+        streaming = self.alpha, self.beta, self.kappa, self.warmup
+        return fused_settings(statistic, streaming, self._state.mean, self.weight)
+
     def _mark_update(self, found_inf: Tensor | None) -> None:
-        pending = self._state.pending
-        updated = torch.ones_like(pending) if found_inf is None else (found_inf == 0).reshape(()).to(pending.device)
-        self._state, self._marked = replace(self._state, pending=pending | updated), True
+        pending = self._own().pending
+        if found_inf is None:
+            pending.fill_(True)
+        else:
+            pending.logical_or_((found_inf == 0).reshape(()).to(pending.device))
+        if not self._marked:
+            self._marked = True
 
     def _settled(self) -> State:
         """The state, after dropping the gradients of a step that the scaler skipped: it lowers its scale then."""
+        state = self._own()
         if self._scaler is not None:
-            state = self._state
             scale = loss_scale(self._scaler, state.seen)
             skipped = (scale < state.loss_scale) & ~state.pending
-            self._state = replace(state, grads=stream.drop(state.grads, skipped), loss_scale=scale)
-        return self._state
+            stream.write(state, replace(state, grads=stream.drop(state.grads, skipped), loss_scale=scale))
+        return state
 
     def _apply(self, fn: Any, recurse: bool = True) -> "StreamingNorm":
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -245,7 +295,8 @@ class StreamingNorm(Norm, Listener):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        for name, tensor in stream.to_dict(self._settled()).items():
+        self._settled()
+        for name, tensor in stream.to_dict(self._handed_out()).items():
             destination[prefix + name] = tensor
         self._marked = True  # the pending mark may be written to through what was handed out
 

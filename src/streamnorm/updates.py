@@ -43,7 +43,8 @@ class Listener(nn.Module):
         self._hear(None)
 
     def _hear(self, found_inf: Tensor | None) -> None:
-        self._heard = True
+        if not self._heard:
+            self._heard = True
         self._mark_update(found_inf)
 
     def _mark_update(self, found_inf: Tensor | None) -> None:
@@ -55,7 +56,8 @@ class Listener(nn.Module):
         return self._scalers[-1] if self._scalers else None
 
     def _forward_runs(self) -> None:
-        self._in_backward = False
+        if self._in_backward:  # attributes of modules are slow to set
+            self._in_backward = False
 
     def _backward_runs(self) -> None:
         if self._heard or self._in_backward:
@@ -87,7 +89,7 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         return
     owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for layer in list(_listeners):
-        if any(id(p) in owned for p in layer.parameters()):
+        if any(id(p) in owned for p in layer._parameters.values()):
             layer._hear(_found_inf(optimizer))
 
 

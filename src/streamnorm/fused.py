@@ -1,0 +1,182 @@
+"""The kernels as differentiable functions. `dispatch` says when they apply, the plain path what they compute."""
+
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from . import kernels
+from .kernels import Layout
+from .stream import State, Stream, write
+
+# Called in backward: the state that gradients are streamed into, and the scale of the loss.
+Receiver = Callable[[], tuple[State, float]]
+
+
+def layout_of(x: Tensor) -> Layout | None:
+    """How the kernels read x: as planes `(N, C, S)`, as rows `(M, C)`, or not at all."""
+    samples, channels = x.shape[:2]
+    if x.ndim == 2:
+        return (1, samples, channels, 1, x.stride(0)) if x.stride(1) == 1 else None
+    space = x.numel() // (samples * channels)
+    if x.is_contiguous():
+        return (1, samples, channels, 1, channels) if space == 1 else (0, samples, channels, space, 0)
+    return (1, samples * space, channels, 1, channels) if x.movedim(1, -1).is_contiguous() else None
+
+
+def stream_layer(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    layout: Layout,
+    settings: bytes,
+    state: State,
+    receiver: Receiver,
+) -> Tensor:
+    """A training call of StreamingNorm: `state` is written to, `receiver` is asked in backward."""
+    return cast(Tensor, _StreamLayer.apply(x, weight, bias, layout, settings, state, receiver))  # type: ignore[no-untyped-call]
+
+
+class _StreamLayer(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Any, bias: Any, layout: Layout, settings: bytes, state: State, receiver: Receiver
+    ) -> Tensor:
+        y = torch.empty_like(x)
+        if not y.is_contiguous() and x.ndim == 2:
+            y = x.new_empty(x.shape)
+        kept = torch.empty(5 * layout[2] + 2, dtype=torch.float32)
+        kernels.layer_forward(settings, state, layout, x, weight, bias, kept, y)
+        ctx.call = layout, settings, receiver, y.stride()
+        ctx.save_for_backward(x, weight, kept)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative()
+        x, weight, kept = ctx.saved_tensors
+        layout, settings, receiver, strides = ctx.call
+        dy = as_laid_out(dy, strides)
+        needs_x, needs_gain, needs_bias, *_ = ctx.needs_input_grad
+        dx = torch.empty_like(dy) if needs_x else None
+        dgain, dbias = (torch.empty(layout[2], dtype=torch.float32) for _ in range(2))
+        state, scale = receiver()
+        narrow = as_float32(state)
+        kernels.layer_backward(settings, narrow, layout, x, weight, kept, dy, scale, (dx, dgain, dbias))
+        if narrow is not state:
+            write(state, narrow)
+        return dx, dgain if needs_gain else None, dbias if needs_bias else None, None, None, None, None
+
+
+class SequencePlan(NamedTuple):
+    """What a recurrent layer is, apart from its tensors. `receivers`: as above, one per norm."""
+
+    settings: bytes
+    gates: int  # 1: RNN, 3: GRU
+    relu: bool
+    training: bool
+    reverse: bool
+    sizes: Sequence[int]
+    states: Sequence[State]
+    receivers: Sequence[Receiver]
+
+
+def stream_sequence(
+    products: Tensor, start: Tensor, weight: Tensor, gains: Sequence[Any], biases: Sequence[Any], plan: SequencePlan
+) -> tuple[Tensor, Tensor]:
+    """A recurrent layer in one direction over a packed sequence: its outputs, and the state of each sample at its end.
+
+    `products` are those of the input, `(rows, gates * hidden)`; gains and biases are given norm by norm, those of the
+    input's products first.
+    """
+    output, final = _StreamSequence.apply(products, start, weight, plan, *gains, *biases)  # type: ignore[no-untyped-call]
+    return output, final
+
+
+class _StreamSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, products: Tensor, start: Tensor, weight: Tensor, plan: SequencePlan, *affine: Any) -> Any:
+        rows, (wide, hidden), norms = products.shape[0], weight.shape, 2 * plan.gates
+        kept = products.new_empty((len(plan.sizes) if plan.training else 0, norms * (5 * hidden + 2)))
+        recurrent, before = products.new_empty((rows, wide)), products.new_empty((rows, hidden))
+        inner = products.new_empty((4 if plan.gates == 3 else 0, rows, hidden))
+        output, final = torch.empty_like(before), torch.empty_like(start)
+        saved = products, start, weight, recurrent, before, inner, kept, output
+        fixed = _sequence_arguments(plan, hidden, affine, [(state, 1.0) for state in plan.states])
+        kernels.sequence_forward(fixed, (*saved, final))
+        ctx.plan = plan
+        ctx.save_for_backward(*saved, *affine)
+        return output, final
+
+    @staticmethod
+    def backward(ctx: Any, doutput: Tensor, dfinal: Tensor) -> tuple[Any, ...]:
+        refuse_second_derivative("recurrent layers of streamnorm", ", or use a cell in a loop")
+        plan: SequencePlan = ctx.plan
+        *saved, kept, output = ctx.saved_tensors[:8]
+        products, start, weight, recurrent, before, inner = saved
+        affine, hidden = ctx.saved_tensors[8:], weight.shape[1]
+        received = [receive() for receive in plan.receivers]
+        narrow = [(as_float32(state), scale) for state, scale in received]
+        dproducts, drecurrent, dstart = map(torch.empty_like, (products, recurrent, start))
+        sums = weight.new_empty((2 * plan.gates, 2, hidden))
+        doutput, dfinal = as_laid_out(doutput, output.stride()), as_laid_out(dfinal, start.stride())
+        fixed = _sequence_arguments(plan, hidden, affine, narrow)
+        kernels.sequence_backward(fixed, (*saved, kept, output, doutput, dfinal, dproducts, drecurrent, dstart, sums))
+        for (state, _), (copy, _) in zip(received, narrow, strict=True):
+            if copy is not state:
+                write(state, copy)
+
+        dweight = None
+        if ctx.needs_input_grad[2]:
+            dweight = torch.empty_like(weight)
+            split = hidden if plan.gates == 1 else 2 * hidden  # the last gate of a GRU multiplies h * r
+            torch.mm(drecurrent[:, :split].t(), before, out=dweight[:split])
+            if plan.gates == 3:
+                torch.mm(drecurrent[:, split:].t(), inner[3], out=dweight[split:])
+        needed = ctx.needs_input_grad[4:]
+        vectors = (*sums[:, 0], *sums[:, 1])
+        daffine = (vector if wanted else None for vector, wanted in zip(vectors, needed, strict=True))
+        return dproducts, dstart, dweight, None, *daffine
+
+
+def _sequence_arguments(
+    plan: SequencePlan, hidden: int, affine: Sequence[Any], states: Sequence[tuple[State, float]]
+) -> tuple[Any, ...]:
+    norms = len(affine) // 2
+    quads = [(affine[i], affine[norms + i], *states[i]) for i in range(norms)]
+    steps, sizes = len(plan.sizes), struct.pack(f"{len(plan.sizes)}q", *plan.sizes)
+    settings = (plan.settings, plan.gates, kernels.norm_records(quads))
+    return *settings, int(plan.relu), int(plan.training), int(plan.reverse), steps, hidden, sizes
+
+
+def refuse_second_derivative(who: str = "streamnorm layers", way_out: str = "") -> None:
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            f"{who} have no second derivative in training: create_graph=True reached one. "
+            f"Call backward without create_graph, or put the layer in evaluation mode first{way_out}."
+        )
+
+
+def as_laid_out(dy: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """A float32 gradient with the strides of the output that it belongs to."""
+    if dy.stride() == strides and dy.dtype == torch.float32:
+        return dy
+    return torch.empty_strided(dy.shape, strides, dtype=torch.float32, device=dy.device).copy_(dy)
+
+
+def as_float32(state: State) -> State:
+    """The state itself, or a copy if the layer was moved between forward and backward."""
+    if state.mean.dtype == torch.float32 and state.mean.is_cpu:
+        return state
+
+    def narrow(tensor: Tensor) -> Tensor:
+        return tensor.to("cpu", torch.float32 if tensor.is_floating_point() else tensor.dtype)
+
+    def stream(s: Stream) -> Stream:
+        return Stream(*map(narrow, (s.long, s.short, s.count, s.empty)))
+
+    floats = {name: narrow(getattr(state, name)) for name in ("mean", "sigma", "seen", "pending", "loss_scale")}
+    return replace(state, stats=stream(state.stats), grads=stream(state.grads), **floats)

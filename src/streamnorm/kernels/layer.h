@@ -1,0 +1,309 @@
+// Streaming normalization of one layer with one statistic per channel (BA1), forward and backward.
+//
+// Planes (N, C, S): a channel usually fits a core's cache, so each is finished, statistics streamed and output written,
+// before the next is read, and the data come from memory once. Should the call turn out not to be accepted, which
+// only the last channel can tell, the output is written again.
+// Rows (M, C), which is channels last too: all rows must be read before one can be normalized.
+#pragma once
+
+inline int64_t workers(const Layer& call) {  // starting threads costs as much as some ten thousand elements
+    return call.samples * call.channels * call.space < 32768 ? 1 : call.threads;
+}
+
+// ---- S(x) -----------------------------------------------------------------------------------------------------------
+
+// Planes are walked in groups of neighbouring channels, whose planes lie side by side: long runs of memory are read
+// faster than pages here and there.
+const int64_t GROUP = 16;
+
+inline int64_t group_of(const Layer& call) {
+    const int64_t bytes = call.space * (int64_t)sizeof(float);
+    return std::max<int64_t>(1, std::min<int64_t>(GROUP, 16384 / bytes));
+}
+
+// Calls body(first, last) for groups of channels, and shares them out among threads.
+template <class Body>
+inline void each_group(const Layer& call, const Body& body) {
+    const int64_t group = group_of(call), groups = (call.channels + group - 1) / group;
+    share_out(groups, workers(call), [&](int64_t begin, int64_t end, int64_t) {
+        for (int64_t i = begin; i < end; i++) body(i * group, std::min(call.channels, (i + 1) * group));
+    });
+}
+
+// The sums of each channel of a group, (SUMS, channels): `term(x, c, i, sums)` adds what element i of a plane gives.
+template <int SUMS, class Term>
+inline void sum_group(const Layer& call, int64_t first, int64_t last, double* out, const Term& term) {
+    RunSums<SUMS> sums[GROUP];
+    for (int64_t n = 0; n < call.samples; n++)
+        for (int64_t c = first; c < last; c++) {
+            const int64_t at = (n * call.channels + c) * call.space;
+            sums[c - first].add(call.space, [&, at, c](int64_t i, auto* s) { term(at + i, c, s); });
+        }
+    for (int64_t c = first; c < last; c++) {
+        sums[c - first].empty();
+        for (int s = 0; s < SUMS; s++) out[s * call.channels + c] = sums[c - first].sums[s];
+    }
+}
+
+// Sums of x - c and |x - c|^p of a group.
+inline void sum_powers(const Layer& call, int64_t first, int64_t last, const float* center, double* out) {
+    const float* x = call.x;
+    if (call.settings->p == 2)
+        sum_group<2>(call, first, last, out, [=](int64_t i, int64_t c, auto* s) {
+            const auto d = load<Lane<decltype(s)>>(x + i) - center[c];
+            s[0] += d;
+            s[1] += d * d;
+        });
+    else
+        sum_group<2>(call, first, last, out, [=](int64_t i, int64_t c, auto* s) {
+            const auto d = load<Lane<decltype(s)>>(x + i) - center[c];
+            s[0] += d;
+            s[1] += absolute(d);
+        });
+}
+
+// All channels of the layer, about the centers given: sums into (2, C).
+inline void sum_all(const Layer& call, const float* center, double* sums) {
+    const int64_t channels = call.channels, threads = workers(call);
+    std::fill(sums, sums + 2 * channels, 0.0);
+    if (!call.rows) {
+        each_group(call, [&](int64_t first, int64_t last) { sum_powers(call, first, last, center, sums); });
+        return;
+    }
+    double* parts = sums + 2 * channels;  // one set per thread
+    std::fill(parts, parts + threads * 2 * channels, 0.0);
+    share_out(call.samples, threads, [&](int64_t begin, int64_t end, int64_t thread) {
+        double* mine[2] = {parts + thread * 2 * channels, parts + (thread * 2 + 1) * channels};
+        sum_rows(call.x, call.stride, begin, end, channels, center, call.settings->p, mine);
+    });
+    for (int64_t t = 0; t < threads; t++)
+        for (int64_t i = 0; i < 2 * channels; i++) sums[i] += parts[t * 2 * channels + i];
+}
+
+// Whether center "running" has to start from the layer's mean of this call.
+inline bool starts(const Settings& set, const State& state) {
+    return set.center == RUNNING && set.warmup > 0 && *state.seen == 0;
+}
+
+// The centers of a call, from what is known before it, or from a pass over the data for the means.
+inline void find_centers(const Layer& call, Kept kept, double* sums) {
+    const Settings& set = *call.settings;
+    const int64_t channels = call.channels;
+    if (set.center == RUNNING)
+        std::copy(call.state->mean, call.state->mean + channels, kept.center);
+    else  // about one of the channel's own elements, the mean of data far from 0 loses no digits
+        for (int64_t c = 0; c < channels; c++)
+            kept.center[c] = set.center == ZERO ? 0 : call.x[call.rows ? c : c * call.space];
+    if (set.center != MEAN && !starts(set, *call.state)) return;
+    sum_all(call, kept.center, sums);
+    for (int64_t c = 0; c < channels; c++)
+        kept.mean[c] = (float)(kept.center[c] + sums[c] / (double)(call.samples * call.space));
+    if (set.center == MEAN)
+        std::copy(kept.mean, kept.mean + channels, kept.center);
+    else
+        std::fill(kept.center, kept.center + channels, layer_mean(kept.mean, channels));
+}
+
+inline int64_t scratch_of_rows(const Layer& call) { return 3 * call.channels * (workers(call) + 2); }
+
+// S and F of rows: fills `kept`. `sums` is scratch, as is that of the function below.
+inline void stream_rows(const Layer& call, Kept kept, double* sums) {
+    const double n = (double)(call.samples * call.space);
+    find_centers(call, kept, sums);
+    sum_all(call, kept.center, sums);
+    for (int64_t c = 0; c < call.channels; c++)
+        finish_moments(*call.settings, n, kept.center[c], sums[c], sums[call.channels + c], c, kept);
+    stream_statistics(*call.settings, *call.state, call.channels, (float)n, kept);
+}
+
+// ---- forward -------------------------------------------------------------------------------------------------------
+
+inline void normalize_group(const Layer& call, int64_t first, int64_t last, const float* mean, const float* sigma,
+                            float* y) {
+    for (int64_t n = call.samples - 1; n >= 0; n--)  // from the end, which is still in the cache
+        for (int64_t c = first; c < last; c++) {
+            const float scale = (call.gain ? call.gain[c] : 1.0f) / sigma[c], shift = call.bias ? call.bias[c] : 0.0f;
+            const float m = mean[c];
+            const float* __restrict in = call.x + (n * call.channels + c) * call.space;
+            float* __restrict out = y + (n * call.channels + c) * call.space;
+            for (int64_t i = 0; i < call.space; i++) out[i] = (in[i] - m) * scale + shift;
+        }
+}
+
+inline void normalize_rows(const Layer& call, Kept kept, float* scale, float* y) {
+    const int64_t channels = call.channels;
+    for (int64_t c = 0; c < channels; c++) scale[c] = (call.gain ? call.gain[c] : 1.0f) / kept.sigma_hat[c];
+    share_out(call.samples, workers(call), [&](int64_t begin, int64_t end, int64_t) {
+        const float *__restrict by = scale, *__restrict mean = kept.mean_hat, *__restrict shift = call.bias;
+        for (int64_t row = end - 1; row >= begin; row--) {  // from the end, which is still in the cache
+            const float* __restrict in = call.x + row * call.stride;
+            float* __restrict out = y + row * channels;
+            if (shift)
+                for (int64_t c = 0; c < channels; c++) out[c] = (in[c] - mean[c]) * by[c] + shift[c];
+            else
+                for (int64_t c = 0; c < channels; c++) out[c] = (in[c] - mean[c]) * by[c];
+        }
+    });
+}
+
+void layer_forward(const Layer& call, float* y) {
+    const Settings& set = *call.settings;
+    const State& state = *call.state;
+    const int64_t channels = call.channels;
+    const double n = (double)(call.samples * call.space);
+    const Kept kept(call.kept, channels);
+    double* sums = workspace(scratch_of_rows(call));
+    fold_pending(set, state, channels);
+
+    if (call.rows) {
+        stream_rows(call, kept, sums);
+        normalize_rows(call, kept, (float*)sums, y);
+        return;
+    }
+    const bool steady = !starts(set, state) && warm_up(set, *state.seen + (float)n) == 1;
+    if (set.center != MEAN) find_centers(call, kept, sums);
+    const Push push(state.stats, set.alpha, true);
+    each_group(call, [&](int64_t first, int64_t last) {
+        if (set.center == MEAN) {  // while the group is in the cache
+            for (int64_t c = first; c < last; c++) kept.center[c] = call.x[c * call.space];
+            sum_powers(call, first, last, kept.center, sums);
+            for (int64_t c = first; c < last; c++) kept.center[c] = (float)(kept.center[c] + sums[c] / n);
+        }
+        sum_powers(call, first, last, kept.center, sums);
+        for (int64_t c = first; c < last; c++) {
+            finish_moments(set, n, kept.center[c], sums[c], sums[channels + c], c, kept);
+            kept.mean_hat[c] = push.preview(c, kept.mean[c]);
+            kept.sigma_hat[c] = push.preview(channels + c, kept.sigma[c]);
+        }
+        if (steady) normalize_group(call, first, last, kept.mean_hat, kept.sigma_hat, y);
+    });
+    stream_statistics(set, state, channels, (float)n, kept);
+    if (steady && *kept.accept != 0) return;
+    each_group(call, [&](int64_t first, int64_t last) {
+        normalize_group(call, first, last, kept.mean_hat, kept.sigma_hat, y);
+    });
+}
+
+// ---- backward ------------------------------------------------------------------------------------------------------
+
+// Sums of dy, dy * (x - mean_hat) and, where they matter, of sign(x - center) of a group.
+inline void sum_gradients(const Layer& call, const float* dy, int64_t first, int64_t last, Kept kept, double* out) {
+    const float *x = call.x, *mean = kept.mean_hat, *center = kept.center;
+    sum_group<2>(call, first, last, out, [=](int64_t i, int64_t c, auto* s) {
+        using V = Lane<decltype(s)>;
+        const V slope = load<V>(dy + i);
+        s[0] += slope;
+        s[1] += slope * (load<V>(x + i) - mean[c]);
+    });
+    if (has_signs(*call.settings))
+        sum_group<1>(call, first, last, out + 2 * call.channels, [=](int64_t i, int64_t c, auto* s) {
+            s[0] += sign(load<Lane<decltype(s)>>(x + i) - center[c]);
+        });
+}
+
+inline void pull_back_group(const Layer& call, const float* dy, int64_t first, int64_t last, const float* center,
+                            const Slopes* slopes, float* dx) {
+    for (int64_t n = call.samples - 1; n >= 0; n--)  // from the end, which is still in the cache
+        for (int64_t c = first; c < last; c++) {
+            const Slopes k = slopes[c - first];
+            const float mid = center[c];
+            const int64_t at = (n * call.channels + c) * call.space;
+            const float *__restrict x = call.x + at, *__restrict g = dy + at;
+            float* __restrict out = dx + at;
+            if (call.settings->p == 2)
+                for (int64_t i = 0; i < call.space; i++) out[i] = g[i] * k.unit + (x[i] - mid) * k.slope + k.offset;
+            else
+                for (int64_t i = 0; i < call.space; i++) out[i] = g[i] * k.unit + sign(x[i] - mid) * k.slope + k.offset;
+        }
+}
+
+// Vectors over channels that dx is made of.
+struct RowSlopes {
+    float *unit, *slope, *offset;
+};
+
+// G of rows: dE/dgain and dE/dbias are added to, and the slopes that lead to dx are left in scratch memory.
+inline RowSlopes stream_back_rows(const Layer& call, const float* dy, int64_t dy_stride, float scale, Kept kept,
+                                  double* scratch, float* dgain, float* dbias) {
+    const Settings& set = *call.settings;
+    const int64_t channels = call.channels, threads = workers(call);
+    double *totals = scratch, *parts = scratch + 3 * channels;  // (3, C), and one such set per thread
+    float* g = (float*)(parts + 3 * channels * threads);        // (2, C)
+    const RowSlopes out{g + 2 * channels, g + 3 * channels, g + 4 * channels};
+    std::fill(totals, parts + 3 * channels * threads, 0.0);
+    share_out(call.samples, threads, [&](int64_t begin, int64_t end, int64_t thread) {
+        double* mine = parts + thread * 3 * channels;
+        double* columns[3] = {mine, mine + channels, mine + 2 * channels};
+        sum_gradients_of_rows(call.x, call.stride, dy, dy_stride, begin, end, channels, kept, has_signs(set), columns);
+    });
+    for (int64_t t = 0; t < threads; t++)
+        for (int64_t i = 0; i < 3 * channels; i++) totals[i] += parts[t * 3 * channels + i];
+    for (int64_t c = 0; c < channels; c++) {
+        const double pair[2] = {totals[c], totals[channels + c]};
+        out.unit[c] = (call.gain ? call.gain[c] : 1.0f) / kept.sigma_hat[c];
+        float own_gain, own_bias;
+        finish_gradients(out.unit[c], kept.sigma_hat[c], pair, c, channels, &own_gain, &own_bias, g);
+        dgain[c] += own_gain, dbias[c] += own_bias;
+    }
+    stream_gradients(set, *call.state, channels, kept, scale, g);
+    const double n = (double)call.samples;
+    for (int64_t c = 0; c < channels; c++) {
+        const Slopes k(set, n, out.unit[c], g[c], g[channels + c], kept.sigma[c], (float)(totals[2 * channels + c] / n));
+        out.slope[c] = k.slope, out.offset[c] = k.offset;
+    }
+    return out;
+}
+
+inline void back_through_rows(const Layer& call, const float* dy, float scale, float* dx, float* dgain, float* dbias) {
+    const int64_t channels = call.channels;
+    const Kept kept(call.kept, channels);
+    std::fill(dgain, dgain + channels, 0.0f);
+    std::fill(dbias, dbias + channels, 0.0f);
+    const RowSlopes k =
+        stream_back_rows(call, dy, channels, scale, kept, workspace(scratch_of_rows(call)), dgain, dbias);
+    if (!dx) return;
+    share_out(call.samples, workers(call), [&](int64_t begin, int64_t end, int64_t) {
+        pull_back_rows(call.settings->p, call.x, call.stride, dy, channels, begin, end, channels, kept.center, k.unit,
+                       k.slope, k.offset, dx, channels);
+    });
+}
+
+inline void back_through_planes(const Layer& call, const float* dy, float scale, float* dx, float* dgain,
+                                float* dbias) {
+    const Settings& set = *call.settings;
+    const int64_t channels = call.channels;
+    const double n = (double)(call.samples * call.space);
+    const Kept kept(call.kept, channels);
+    double* sums = workspace(5 * channels);       // (3, C)
+    float* g = (float*)(sums + 3 * channels);     // (2, C)
+    float* passed = g + 2 * channels;             // what flows on, (2, C)
+    std::fill(sums + 2 * channels, sums + 3 * channels, 0.0);
+    const bool likely = *kept.accept != 0;
+    const Push push(call.state->grads, set.beta, true);
+    const auto unit = [&](int64_t c) { return (call.gain ? call.gain[c] : 1.0f) / kept.sigma_hat[c]; };
+    const auto pull_back = [&](int64_t first, int64_t last, const float* flow) {
+        Slopes slopes[GROUP];
+        for (int64_t c = first; c < last; c++)
+            slopes[c - first] = Slopes(set, n, unit(c), flow[c], flow[channels + c], kept.sigma[c],
+                                       (float)(sums[2 * channels + c] / n));
+        pull_back_group(call, dy, first, last, kept.center, slopes, dx);
+    };
+    each_group(call, [&](int64_t first, int64_t last) {
+        sum_gradients(call, dy, first, last, kept, sums);
+        for (int64_t c = first; c < last; c++) {
+            const double pair[2] = {sums[c], sums[channels + c]};
+            finish_gradients(unit(c), kept.sigma_hat[c], pair, c, channels, dgain + c, dbias + c, g);
+            for (const int64_t i : {c, channels + c})
+                passed[i] = passed_on(set, push.preview(i, g[i] / scale), g[i] / scale, *kept.w * scale);
+        }
+        if (likely && dx) pull_back(first, last, passed);
+    });
+    const bool accepted = stream_gradients(set, *call.state, channels, kept, scale, g);
+    if (!dx || (likely && accepted)) return;
+    each_group(call, [&](int64_t first, int64_t last) { pull_back(first, last, g); });
+}
+
+void layer_backward(const Layer& call, const float* dy, float scale, float* dx, float* dgain, float* dbias) {
+    const auto back = call.rows ? back_through_rows : back_through_planes;
+    back(call, dy, scale, dx, dgain, dbias);
+}

@@ -1,0 +1,55 @@
+// Small matrix products for the steps of a recurrence. One factor is a weight, packed once per sequence into panels of
+// 16 columns; tiles of 4 rows by 16 columns stay in registers.
+#pragma once
+
+const int64_t PANEL = 16;
+
+inline int64_t panels(int64_t columns) { return (columns + PANEL - 1) / PANEL; }
+inline int64_t packed_size(int64_t inner, int64_t columns) { return panels(columns) * PANEL * inner; }
+
+// b(k, j) = weight[k * row + j * column], as panels (inner, 16) filled up with zeros.
+inline void pack(const float* weight, int64_t inner, int64_t columns, int64_t row, int64_t column, float* packed) {
+    for (int64_t first = 0; first < columns; first += PANEL)
+        for (int64_t k = 0; k < inner; k++)
+            for (int64_t j = first; j < first + PANEL; j++)
+                *packed++ = j < columns ? weight[k * row + j * column] : 0.0f;
+}
+
+template <int ROWS>
+inline void tile(int64_t inner, const float* a, int64_t a_stride, const float* panel, float* c, int64_t c_stride,
+                 int64_t columns, bool add) {
+    Lanes sums[ROWS][2] = {};
+    for (int64_t k = 0; k < inner; k++) {
+        const Lanes left = load<Lanes>(panel + k * PANEL), right = load<Lanes>(panel + k * PANEL + 8);
+        for (int i = 0; i < ROWS; i++) {
+            const float factor = a[i * a_stride + k];
+            sums[i][0] += factor * left;
+            sums[i][1] += factor * right;
+        }
+    }
+    for (int i = 0; i < ROWS; i++) {
+        float* out = c + i * c_stride;
+        if (columns == PANEL) {
+            store(out, add ? load<Lanes>(out) + sums[i][0] : sums[i][0]);
+            store(out + 8, add ? load<Lanes>(out + 8) + sums[i][1] : sums[i][1]);
+        } else {
+            float values[PANEL];
+            std::memcpy(values, sums[i], sizeof values);
+            for (int64_t j = 0; j < columns; j++) out[j] = add ? out[j] + values[j] : values[j];
+        }
+    }
+}
+
+// c (+)= a b with a (rows, inner) and b packed.
+inline void multiply(int64_t rows, int64_t inner, int64_t columns, const float* a, int64_t a_stride,
+                     const float* packed, float* c, int64_t c_stride, bool add) {
+    for (int64_t first = 0; first < columns; first += PANEL) {
+        const float* panel = packed + first * inner;
+        const int64_t width = std::min(PANEL, columns - first);
+        int64_t i = 0;
+        for (; i + 4 <= rows; i += 4)
+            tile<4>(inner, a + i * a_stride, a_stride, panel, c + i * c_stride + first, c_stride, width, add);
+        for (; i < rows; i++)
+            tile<1>(inner, a + i * a_stride, a_stride, panel, c + i * c_stride + first, c_stride, width, add);
+    }
+}

@@ -1,0 +1,133 @@
+// The twin of stream.py for one statistic per channel: push, blend, fold and warm start, in float32 and in place.
+// Layer and sequence kernels both use it. Compiled once per instruction set (see variant.h).
+#pragma once
+
+// What one call keeps for its backward pass: five vectors over channels and two numbers.
+struct Kept {
+    float *mean, *center, *sigma;  // S(x) and its c
+    float *mean_hat, *sigma_hat;   // what normalized
+    float *w, *accept;             // of the warm start; whether the statistics were pushed
+
+    static int64_t size(int64_t channels) { return 5 * channels + 2; }
+    Kept(float* at, int64_t channels)
+        : mean(at), center(at + channels), sigma(at + 2 * channels), mean_hat(at + 3 * channels),
+          sigma_hat(at + 4 * channels), w(at + 5 * channels), accept(w + 1) {}
+};
+
+// By the bits: a comparison would be removed by compilers told that everything is finite.
+inline bool is_finite(float value) {
+    uint32_t bits;
+    std::memcpy(&bits, &value, sizeof bits);
+    return (bits & 0x7f800000u) != 0x7f800000u;
+}
+
+inline bool all_finite(const float* values, int64_t n) {
+    bool finite = true;
+    for (int64_t i = 0; i < n; i++) finite &= is_finite(values[i]);
+    return finite;
+}
+
+inline float lerp(float from, float to, float share) {  // rounds as torch.lerp does
+    return share < 0.5f ? from + share * (to - from) : to - (to - from) * (1 - share);
+}
+
+// A weight update: long = keep * long + take * short (the first time, short), count = 0.
+inline void fold(const Stream& s, int64_t channels, float keep, float take) {
+    if (*s.count == 0) return;
+    for (int64_t i = 0; i < 2 * channels; i++)
+        s.lasting[i] = *s.empty ? s.recent[i] : keep * s.lasting[i] + take * s.recent[i];
+    *s.count = 0;
+    *s.empty = false;
+}
+
+inline void fold_pending(const Settings& set, const State& state, int64_t channels) {
+    if (!*state.pending) return;
+    fold(state.stats, channels, (float)set.kappa[0], (float)set.kappa[1]);
+    fold(state.grads, channels, (float)set.kappa[2], (float)set.kappa[3]);
+    *state.pending = false;
+}
+
+// count += 1; short += (value - short) / count, and what long and short then blend to. Without `accept` nothing is
+// pushed. `preview` leaves the stream alone, so that a channel can be finished before all channels are known.
+struct Push {
+    const Stream& stream;
+    const float share, long_weight, short_weight;
+    const bool empty;
+
+    Push(const Stream& s, const double* weights, bool accept)
+        : stream(s), share(accept ? 1.0f / (float)(*s.count + 1) : 0.0f), long_weight((float)weights[0]),
+          short_weight((float)weights[1]), empty(*s.empty) {}
+    float recent(int64_t i, float value) const {
+        return share == 0 ? stream.recent[i] : lerp(stream.recent[i], value, share);
+    }
+    float blend(int64_t i, float now) const {
+        return long_weight * (empty ? now : stream.lasting[i]) + short_weight * now;
+    }
+    float preview(int64_t i, float value) const { return blend(i, recent(i, value)); }
+    float operator()(int64_t i, float value) const {
+        stream.recent[i] = recent(i, value);
+        return blend(i, stream.recent[i]);
+    }
+};
+
+inline float warm_up(const Settings& set, float seen) {
+    return set.warmup > 0 ? std::min(1.0f, seen / (float)set.warmup) : 1.0f;
+}
+
+inline float layer_mean(const float* mean, int64_t channels) {
+    double total = 0;
+    for (int64_t i = 0; i < channels; i++) total += mean[i];
+    return (float)(total / channels);
+}
+
+inline float layer_sigma(const float* sigma, int64_t channels, int64_t p) {
+    double total = 0;
+    for (int64_t i = 0; i < channels; i++) total += p == 2 ? (double)sigma[i] * sigma[i] : sigma[i];
+    return (float)(p == 2 ? std::sqrt(total / channels) : total / channels);
+}
+
+// F of the paper and the warm start: S(x) in `kept` is pushed into H1, and s_hat put beside it. A call whose
+// statistics are not all finite is not pushed, and the latest s_hat serves.
+inline void stream_statistics(const Settings& set, const State& state, int64_t channels, float elements, Kept kept) {
+    const bool accept = all_finite(kept.mean, channels) && all_finite(kept.sigma, channels);
+    *kept.accept = accept;
+    if (accept) *state.seen += elements;
+    *kept.w = warm_up(set, *state.seen);
+    if (!accept) {
+        std::copy(state.mean, state.mean + channels, kept.mean_hat);
+        std::copy(state.sigma, state.sigma + channels, kept.sigma_hat);
+        return;
+    }
+    const Push push(state.stats, set.alpha, true);
+    for (int64_t i = 0; i < channels; i++) kept.mean_hat[i] = push(i, kept.mean[i]);
+    for (int64_t i = 0; i < channels; i++) kept.sigma_hat[i] = push(channels + i, kept.sigma[i]);
+    *state.stats.count += 1;
+    if (*kept.w < 1) {
+        const float mean = layer_mean(kept.mean, channels), sigma = layer_sigma(kept.sigma, channels, set.p);
+        for (int64_t i = 0; i < channels; i++) {
+            kept.mean_hat[i] = lerp(mean, kept.mean_hat[i], *kept.w);
+            kept.sigma_hat[i] = lerp(sigma, kept.sigma_hat[i], *kept.w);
+        }
+    }
+    std::copy(kept.mean_hat, kept.mean_hat + channels, state.mean);
+    std::copy(kept.sigma_hat, kept.sigma_hat + channels, state.sigma);
+}
+
+// What flows on into S(x) in place of g, from the blend of H2 with g pushed.
+inline float passed_on(const Settings& set, float blend, float g, float factor) {
+    const float present = (float)set.beta[2];
+    return factor * (present != 0 ? blend + present * g : blend);
+}
+
+// G of the paper: g = dE/ds_hat, (2, C), is pushed into H2 and replaced by what flows on. Returns whether it was pushed.
+inline bool stream_gradients(const Settings& set, const State& state, int64_t channels, Kept kept, float scale,
+                             float* g) {
+    if (scale != 1)
+        for (int64_t i = 0; i < 2 * channels; i++) g[i] /= scale;
+    const bool accept = *kept.accept != 0 && all_finite(g, 2 * channels);
+    const Push push(state.grads, set.beta, accept);
+    const float factor = *kept.w * scale;
+    for (int64_t i = 0; i < 2 * channels; i++) g[i] = passed_on(set, push(i, g[i]), g[i], factor);
+    *state.grads.count += accept;
+    return accept;
+}

@@ -1,0 +1,104 @@
+// Sums over many elements at once: in eight lanes of float32, and in float64 across blocks, so that neither the
+// number of elements nor an order of summation chosen by the compiler costs precision.
+#pragma once
+
+typedef float Lanes __attribute__((vector_size(32)));
+typedef int32_t Bits __attribute__((vector_size(32)));
+
+template <class V>
+inline V load(const float* at) {
+    V value;
+    std::memcpy(&value, at, sizeof value);
+    return value;
+}
+
+template <class V>
+inline void store(float* at, V value) {
+    std::memcpy(at, &value, sizeof value);
+}
+
+inline float absolute(float v) { return std::fabs(v); }
+inline Lanes absolute(Lanes v) { return (Lanes)((Bits)v & 0x7fffffff); }
+
+inline float sign(float v) { return (float)(v > 0) - (float)(v < 0); }  // 0 for NaN, as torch has it
+inline Lanes sign(Lanes v) {
+    const Bits one = (Bits)(Lanes{} + 1.0f);
+    return (Lanes)((v > 0) & one) - (Lanes)((v < 0) & one);
+}
+
+template <class V>
+inline double total(V v) {
+    float lanes[sizeof(V) / sizeof(float)];
+    std::memcpy(lanes, &v, sizeof v);
+    double sum = 0;
+    for (float lane : lanes) sum += lane;
+    return sum;
+}
+
+// Over runs of elements: `term(i, sums)` adds what element i of a run (or the eight from i on) contributes. The lanes go
+// on from run to run, and are emptied into float64 before they have added up too much.
+template <int SUMS>
+struct RunSums {
+    double sums[SUMS] = {};
+    Lanes lanes[4][SUMS] = {};
+    float rest[SUMS] = {};
+    int64_t in_lanes = 0;
+
+    template <class Term>
+    void add(int64_t n, const Term& term) {
+        const int64_t stride = 32, most = 128 * stride;
+        for (int64_t begin = 0; begin < n; begin += most) {
+            const int64_t end = std::min(n, begin + most), whole = begin + (end - begin) / stride * stride;
+            if (in_lanes + (end - begin) > most) empty();
+            in_lanes += end - begin;
+            Lanes local[4][SUMS];  // in registers, which members are not
+            std::memcpy(local, lanes, sizeof lanes);
+            for (int64_t i = begin; i < whole; i += stride)
+                for (int k = 0; k < 4; k++) term(i + 8 * k, local[k]);
+            int64_t i = whole;
+            for (; i + 8 <= end; i += 8) term(i, local[0]);
+            std::memcpy(lanes, local, sizeof lanes);
+            for (; i < end; i++) term(i, rest);
+        }
+    }
+    void empty() {
+        for (int s = 0; s < SUMS; s++) {
+            sums[s] += total(lanes[0][s] + lanes[1][s]) + total(lanes[2][s] + lanes[3][s]) + rest[s];
+            for (int k = 0; k < 4; k++) lanes[k][s] = Lanes{};
+            rest[s] = 0;
+        }
+        in_lanes = 0;
+    }
+};
+
+// One tile of columns, over some rows. `skip`: columns at its start that another tile has counted already.
+template <class V, int VECTORS, int SUMS, class Term>
+inline void sum_tile(int64_t first_row, int64_t last_row, int64_t column, int64_t skip, double* const* sums,
+                     const Term& term) {
+    const int64_t width = sizeof(V) / sizeof(float);
+    V lanes[VECTORS][SUMS] = {};
+    for (int64_t row = first_row; row < last_row; row++)
+        for (int k = 0; k < VECTORS; k++) term(row, column + width * k, lanes[k]);
+    for (int s = 0; s < SUMS; s++) {
+        float out[VECTORS * width];
+        for (int k = 0; k < VECTORS; k++) std::memcpy(out + width * k, &lanes[k][s], sizeof(V));
+        for (int64_t j = skip; j < VECTORS * width; j++) sums[s][column + j] += out[j];
+    }
+}
+
+// Down the columns of a block of rows: `term(row, column, sums)` adds what the element (or eight from it on) contributes.
+// The last tile overlaps the one before it instead of leaving a ragged end.
+template <int SUMS, class Term>
+inline void sum_columns(int64_t first_row, int64_t last_row, int64_t columns, double* const* sums, const Term& term) {
+    const int64_t block = 128;
+    for (int64_t begin = first_row; begin < last_row; begin += block) {
+        const int64_t end = std::min(last_row, begin + block);
+        int64_t j = 0;
+        for (; j + 32 <= columns; j += 32) sum_tile<Lanes, 4, SUMS>(begin, end, j, 0, sums, term);
+        for (; j < columns && columns >= 8; j += 8) {
+            const int64_t at = std::min(j, columns - 8);
+            sum_tile<Lanes, 1, SUMS>(begin, end, at, j - at, sums, term);
+        }
+        for (; j < columns; j++) sum_tile<float, 1, SUMS>(begin, end, j, 0, sums, term);
+    }
+}

@@ -1,0 +1,72 @@
+// What crosses the border between the Python module and the kernels. Data only: code here would be compiled for
+// several instruction sets under one name.
+#pragma once
+#include <cstdint>
+
+enum Center : int64_t { MEAN, RUNNING, ZERO };
+
+struct Settings {
+    int64_t p;       // 1 or 2
+    int64_t center;
+    double alpha[2], beta[3], kappa[4], warmup, eps;
+};
+
+struct Stream {
+    float* lasting;  // `long` of stream.py, (2, C): row 0 mean, row 1 sigma
+    float* recent;   // `short`
+    int64_t* count;
+    bool* empty;
+};
+
+struct State {
+    Stream stats, grads;
+    float *mean, *sigma, *seen, *loss_scale;
+    bool* pending;
+};
+
+// A call of a layer. `rows`: x is (samples, channels) with `stride` from row to row; otherwise (samples, channels, space).
+struct Layer {
+    const Settings* settings;
+    const State* state;
+    int64_t rows, samples, channels, space, stride, threads;
+    const float *x, *gain, *bias;  // gain and bias may be null
+    float* kept;                   // 5 * channels + 2, between forward and backward
+};
+
+// The norm of one product of one gate.
+struct Norm {
+    const float *gain, *bias;
+    State state;
+    double scale;  // of the loss, 1 without a scaler
+};
+
+// One recurrent layer over a packed sequence: `sizes` rows at each timestep, never rising, one after the other.
+struct Sequence {
+    const Settings* settings;
+    const Norm* norms;  // of the input's products, gate by gate, then of the hidden state's
+    int64_t gates;      // 1: RNN, 3: GRU
+    int64_t relu, training, reverse, steps, hidden;
+    const int64_t* sizes;
+    const float *products, *start, *weight;  // (rows, gates * hidden), (samples, hidden), (gates * hidden, hidden)
+    // Kept for backward: the hidden state's products; the hidden state before each step; of a GRU r, z, the new state
+    // and h * r; what norms keep, by timestep and norm; and the output.
+    float *recurrent, *before, *inner, *kept, *output;
+};
+
+struct Kernels {
+    void (*layer_forward)(const Layer&, float* y);
+    // `dx` may be null; `scale`: of the loss, 1 without a scaler.
+    void (*layer_backward)(const Layer&, const float* dy, float scale, float* dx, float* dgain, float* dbias);
+    void (*sequence_forward)(const Sequence&, float* final);
+    // `sums`: (2 * gates, 2, hidden), dgain and dbias of each norm.
+    void (*sequence_backward)(const Sequence&, const float* doutput, const float* dfinal, float* dproducts,
+                              float* drecurrent, float* dstart, float* sums);
+};
+
+extern const Kernels baseline_kernels;
+#if defined(__x86_64__)
+extern const Kernels avx2_kernels;
+#endif
+
+// Scratch memory that a thread keeps between calls: at least `count` numbers, their values unknown.
+double* workspace(int64_t count);
