@@ -79,7 +79,11 @@ class RecurrentBase(nn.Module):
         return Gates(self.kind, self.product, weight, bias, norms, self.hidden_size)
 
     def _input_products(self, x: Tensor, suffix: str) -> Tensor:
-        return self.product(x, getattr(self, "weight_ih" + suffix), getattr(self, "bias_ih" + suffix))
+        weight, bias = getattr(self, "weight_ih" + suffix), getattr(self, "bias_ih" + suffix)
+        if x.is_floating_point():
+            return self.product(x, weight, bias)
+        products = nn.functional.embedding(x, weight.t().contiguous())  # the columns that one-hot vectors would pick
+        return products if bias is None else products + bias
 
     def _check_input(self, x: Tensor, dims: tuple[int, ...], features: int, layout: str) -> None:
         """`dims`: how many dimensions there may be; `features`: which of them holds the features."""
@@ -93,6 +97,8 @@ class RecurrentBase(nn.Module):
 
     def _states(self, hx: Any, shape: tuple[int, ...], x: Tensor) -> State:
         """The initial state, checked; zeros by default."""
+        if not x.is_floating_point():
+            x = next(self.parameters())  # indices have the type of no state
         if hx is None:
             return tuple(x.new_zeros(shape) for _ in range(self.kind.states))
         states = tuple(hx) if isinstance(hx, tuple | list) else (hx,)

@@ -140,16 +140,28 @@ class _Linear(SequenceLayer):
         if isinstance(input, PackedSequence):
             if lengths is not None:
                 raise ValueError("a PackedSequence has its lengths: pass lengths= only with a padded tensor")
-            self._check_input(input.data, (2,), 1, "in a PackedSequence of (rows, features)")
+            self._check_sequence(input.data, (2,), "in a PackedSequence of (rows, features)")
             shape = (len(self._suffixes), int(input.batch_sizes[0]), self.hidden_size)
             packed, final = self._packed(input, self._states(hx, shape, input.data))
             return packed, self._packaged(final)
         layout = "(N, T, features)" if self.batch_first else "(T, N, features)"
-        self._check_input(input, (2, 3), -1, f"{layout} or (T, features), or a PackedSequence")
-        if input.ndim == 2:
+        self._check_sequence(input, (2, 3), f"{layout} or (T, features), or a PackedSequence")
+        if input.ndim == (2 if input.is_floating_point() else 1):
             return self._unbatched(input, hx, lengths)
         output, final = self._padded(input.transpose(0, 1) if self.batch_first else input, hx, lengths)
         return output.transpose(0, 1) if self.batch_first else output, self._packaged(final)
+
+    def _check_sequence(self, x: Tensor, dims: tuple[int, ...], layout: str) -> None:
+        """`dims`: how many dimensions there may be. Whole numbers stand for one-hot vectors and have one less."""
+        if not isinstance(x, Tensor) or x.dtype not in (torch.int32, torch.int64):
+            self._check_input(x, dims, -1, layout)
+        elif x.ndim + 1 not in dims:
+            raise ValueError(f"indices of shape {tuple(x.shape)}: expected {layout}, without the features")
+        elif x.numel() and not (0 <= int(x.min()) <= int(x.max()) < self.input_size):
+            raise ValueError(
+                f"indices from {int(x.min())} to {int(x.max())}: they stand for one-hot vectors of input_size="
+                f"{self.input_size} and must be from 0 to {self.input_size - 1}"
+            )
 
     def _unbatched(self, x: Tensor, hx: Any, lengths: Any) -> tuple[Tensor, Any]:
         if lengths is not None:
@@ -205,7 +217,8 @@ class RNN(_Plain):
 
     `rnn(input, hx=None, lengths=None) -> output, h_n`: input `(T, N, input_size)`, `(N, T, input_size)` with
     `batch_first`, one sequence `(T, input_size)`, or a PackedSequence. `lengths` `(N,)` are the real steps of each
-    padded sample: what is behind them enters no statistic and no gradient, and comes out as 0.
+    padded sample: what is behind them enters no statistic and no gradient, and comes out as 0. An input of whole
+    numbers, without the features, stands for one-hot vectors.
 
     >>> rnn = RNN(3, 5, num_layers=2, batch_first=True)
     >>> output, h_n = rnn(torch.randn(4, 7, 3), lengths=[7, 5, 5, 2])

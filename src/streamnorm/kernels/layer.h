@@ -62,22 +62,27 @@ inline void sum_powers(const Layer& call, int64_t first, int64_t last, const flo
         });
 }
 
+// Shares out 0 .. n - 1: body(begin, end, part) adds to `count` sums of its own, which are then added up at `sums`.
+// There has to be room for a set per thread.
+template <class Body>
+inline void share_sums(int64_t n, int64_t threads, int64_t count, double* sums, const Body& body) {
+    std::fill(sums, sums + count * threads, 0.0);
+    share_out(n, threads, [&](int64_t begin, int64_t end, int64_t thread) { body(begin, end, sums + thread * count); });
+    for (int64_t t = 1; t < threads; t++)
+        for (int64_t i = 0; i < count; i++) sums[i] += sums[t * count + i];
+}
+
 // All channels of the layer, about the centers given: sums into (2, C).
 inline void sum_all(const Layer& call, const float* center, double* sums) {
     const int64_t channels = call.channels, threads = workers(call);
-    std::fill(sums, sums + 2 * channels, 0.0);
     if (!call.rows) {
         each_group(call, [&](int64_t first, int64_t last) { sum_powers(call, first, last, center, sums); });
         return;
     }
-    double* parts = sums + 2 * channels;  // one set per thread
-    std::fill(parts, parts + threads * 2 * channels, 0.0);
-    share_out(call.samples, threads, [&](int64_t begin, int64_t end, int64_t thread) {
-        double* mine[2] = {parts + thread * 2 * channels, parts + (thread * 2 + 1) * channels};
-        sum_rows(call.x, call.stride, begin, end, channels, center, call.settings->p, mine);
+    share_sums(call.samples, threads, 2 * channels, sums, [&](int64_t begin, int64_t end, double* part) {
+        double* columns[2] = {part, part + channels};
+        sum_rows(call.x, call.stride, begin, end, channels, center, call.settings->p, columns);
     });
-    for (int64_t t = 0; t < threads; t++)
-        for (int64_t i = 0; i < 2 * channels; i++) sums[i] += parts[t * 2 * channels + i];
 }
 
 // Whether center "running" has to start from the layer's mean of this call.
@@ -104,15 +109,14 @@ inline void find_centers(const Layer& call, Kept kept, double* sums) {
         std::fill(kept.center, kept.center + channels, layer_mean(kept.mean, channels));
 }
 
-inline int64_t scratch_of_rows(const Layer& call) { return 3 * call.channels * (workers(call) + 2); }
+inline int64_t scratch_of(const Layer& call) { return 3 * call.channels * (workers(call) + 1); }
 
 // S and F of rows: fills `kept`. `sums` is scratch, as is that of the function below.
 inline void stream_rows(const Layer& call, Kept kept, double* sums) {
     const double n = (double)(call.samples * call.space);
     find_centers(call, kept, sums);
     sum_all(call, kept.center, sums);
-    for (int64_t c = 0; c < call.channels; c++)
-        finish_moments(*call.settings, n, kept.center[c], sums[c], sums[call.channels + c], c, kept);
+    finish_moments(*call.settings, n, sums, call.channels, 0, call.channels, kept);
     stream_statistics(*call.settings, *call.state, call.channels, (float)n, kept);
 }
 
@@ -152,7 +156,7 @@ void layer_forward(const Layer& call, float* y) {
     const int64_t channels = call.channels;
     const double n = (double)(call.samples * call.space);
     const Kept kept(call.kept, channels);
-    double* sums = workspace(scratch_of_rows(call));
+    double* sums = workspace(scratch_of(call));
     fold_pending(set, state, channels);
 
     if (call.rows) {
@@ -170,8 +174,8 @@ void layer_forward(const Layer& call, float* y) {
             for (int64_t c = first; c < last; c++) kept.center[c] = (float)(kept.center[c] + sums[c] / n);
         }
         sum_powers(call, first, last, kept.center, sums);
+        finish_moments(set, n, sums, channels, first, last, kept);
         for (int64_t c = first; c < last; c++) {
-            finish_moments(set, n, kept.center[c], sums[c], sums[channels + c], c, kept);
             kept.mean_hat[c] = push.preview(c, kept.mean[c]);
             kept.sigma_hat[c] = push.preview(channels + c, kept.sigma[c]);
         }
@@ -202,69 +206,47 @@ inline void sum_gradients(const Layer& call, const float* dy, int64_t first, int
 }
 
 inline void pull_back_group(const Layer& call, const float* dy, int64_t first, int64_t last, const float* center,
-                            const Slopes* slopes, float* dx) {
+                            Slopes slopes, float* dx) {
     for (int64_t n = call.samples - 1; n >= 0; n--)  // from the end, which is still in the cache
         for (int64_t c = first; c < last; c++) {
-            const Slopes k = slopes[c - first];
-            const float mid = center[c];
+            const float unit = slopes.unit[c], slope = slopes.slope[c], offset = slopes.offset[c], mid = center[c];
             const int64_t at = (n * call.channels + c) * call.space;
             const float *__restrict x = call.x + at, *__restrict g = dy + at;
             float* __restrict out = dx + at;
             if (call.settings->p == 2)
-                for (int64_t i = 0; i < call.space; i++) out[i] = g[i] * k.unit + (x[i] - mid) * k.slope + k.offset;
+                for (int64_t i = 0; i < call.space; i++) out[i] = g[i] * unit + (x[i] - mid) * slope + offset;
             else
-                for (int64_t i = 0; i < call.space; i++) out[i] = g[i] * k.unit + sign(x[i] - mid) * k.slope + k.offset;
+                for (int64_t i = 0; i < call.space; i++) out[i] = g[i] * unit + sign(x[i] - mid) * slope + offset;
         }
 }
 
-// Vectors over channels that dx is made of.
-struct RowSlopes {
-    float *unit, *slope, *offset;
-};
-
-// G of rows: dE/dgain and dE/dbias are added to, and the slopes that lead to dx are left in scratch memory.
-inline RowSlopes stream_back_rows(const Layer& call, const float* dy, int64_t dy_stride, float scale, Kept kept,
-                                  double* scratch, float* dgain, float* dbias) {
+// G of rows: dE/dgain and dE/dbias are added to, and the slopes that lead to dx are left in the scratch memory.
+inline Slopes stream_back_rows(const Layer& call, const float* dy, int64_t dy_stride, float scale, Kept kept,
+                               double* scratch, float* dgain, float* dbias) {
     const Settings& set = *call.settings;
     const int64_t channels = call.channels, threads = workers(call);
-    double *totals = scratch, *parts = scratch + 3 * channels;  // (3, C), and one such set per thread
-    float* g = (float*)(parts + 3 * channels * threads);        // (2, C)
-    const RowSlopes out{g + 2 * channels, g + 3 * channels, g + 4 * channels};
-    std::fill(totals, parts + 3 * channels * threads, 0.0);
-    share_out(call.samples, threads, [&](int64_t begin, int64_t end, int64_t thread) {
-        double* mine = parts + thread * 3 * channels;
-        double* columns[3] = {mine, mine + channels, mine + 2 * channels};
+    const double n = (double)call.samples;
+    float* g = (float*)(scratch + 3 * channels * threads);  // (2, C)
+    const Slopes slopes{g + 2 * channels, g + 3 * channels, g + 4 * channels};
+    share_sums(call.samples, threads, 3 * channels, scratch, [&](int64_t begin, int64_t end, double* part) {
+        double* columns[3] = {part, part + channels, part + 2 * channels};
         sum_gradients_of_rows(call.x, call.stride, dy, dy_stride, begin, end, channels, kept, has_signs(set), columns);
     });
-    for (int64_t t = 0; t < threads; t++)
-        for (int64_t i = 0; i < 3 * channels; i++) totals[i] += parts[t * 3 * channels + i];
-    for (int64_t c = 0; c < channels; c++) {
-        const double pair[2] = {totals[c], totals[channels + c]};
-        out.unit[c] = (call.gain ? call.gain[c] : 1.0f) / kept.sigma_hat[c];
-        float own_gain, own_bias;
-        finish_gradients(out.unit[c], kept.sigma_hat[c], pair, c, channels, &own_gain, &own_bias, g);
-        dgain[c] += own_gain, dbias[c] += own_bias;
-    }
+    find_units(call.gain, kept.sigma_hat, 0, channels, slopes.unit);
+    finish_gradients(slopes.unit, kept.sigma_hat, scratch, channels, 0, channels, dgain, dbias, g);
     stream_gradients(set, *call.state, channels, kept, scale, g);
-    const double n = (double)call.samples;
-    for (int64_t c = 0; c < channels; c++) {
-        const Slopes k(set, n, out.unit[c], g[c], g[channels + c], kept.sigma[c], (float)(totals[2 * channels + c] / n));
-        out.slope[c] = k.slope, out.offset[c] = k.offset;
-    }
-    return out;
+    find_slopes(set, n, g, scratch + 2 * channels, channels, 0, channels, kept, slopes);
+    return slopes;
 }
 
 inline void back_through_rows(const Layer& call, const float* dy, float scale, float* dx, float* dgain, float* dbias) {
     const int64_t channels = call.channels;
     const Kept kept(call.kept, channels);
-    std::fill(dgain, dgain + channels, 0.0f);
-    std::fill(dbias, dbias + channels, 0.0f);
-    const RowSlopes k =
-        stream_back_rows(call, dy, channels, scale, kept, workspace(scratch_of_rows(call)), dgain, dbias);
+    const Slopes slopes = stream_back_rows(call, dy, channels, scale, kept, workspace(scratch_of(call)), dgain, dbias);
     if (!dx) return;
     share_out(call.samples, workers(call), [&](int64_t begin, int64_t end, int64_t) {
-        pull_back_rows(call.settings->p, call.x, call.stride, dy, channels, begin, end, channels, kept.center, k.unit,
-                       k.slope, k.offset, dx, channels);
+        pull_back_rows(call.settings->p, call.x, call.stride, dy, channels, begin, end, channels, kept.center, slopes,
+                       dx, channels);
     });
 }
 
@@ -274,29 +256,23 @@ inline void back_through_planes(const Layer& call, const float* dy, float scale,
     const int64_t channels = call.channels;
     const double n = (double)(call.samples * call.space);
     const Kept kept(call.kept, channels);
-    double* sums = workspace(5 * channels);       // (3, C)
-    float* g = (float*)(sums + 3 * channels);     // (2, C)
-    float* passed = g + 2 * channels;             // what flows on, (2, C)
-    std::fill(sums + 2 * channels, sums + 3 * channels, 0.0);
+    double *sums = workspace(7 * channels), *signs = sums + 2 * channels;
+    float *g = (float*)(sums + 3 * channels), *flow = g + 2 * channels;  // dE/ds_hat and what flows on, (2, C) each
+    const Slopes slopes{g + 4 * channels, g + 5 * channels, g + 6 * channels};
     const bool likely = *kept.accept != 0;
     const Push push(call.state->grads, set.beta, true);
-    const auto unit = [&](int64_t c) { return (call.gain ? call.gain[c] : 1.0f) / kept.sigma_hat[c]; };
-    const auto pull_back = [&](int64_t first, int64_t last, const float* flow) {
-        Slopes slopes[GROUP];
-        for (int64_t c = first; c < last; c++)
-            slopes[c - first] = Slopes(set, n, unit(c), flow[c], flow[channels + c], kept.sigma[c],
-                                       (float)(sums[2 * channels + c] / n));
+    const auto pull_back = [&](int64_t first, int64_t last, const float* from) {
+        find_slopes(set, n, from, signs, channels, first, last, kept, slopes);
         pull_back_group(call, dy, first, last, kept.center, slopes, dx);
     };
     each_group(call, [&](int64_t first, int64_t last) {
         sum_gradients(call, dy, first, last, kept, sums);
-        for (int64_t c = first; c < last; c++) {
-            const double pair[2] = {sums[c], sums[channels + c]};
-            finish_gradients(unit(c), kept.sigma_hat[c], pair, c, channels, dgain + c, dbias + c, g);
+        find_units(call.gain, kept.sigma_hat, first, last, slopes.unit);
+        finish_gradients(slopes.unit, kept.sigma_hat, sums, channels, first, last, dgain, dbias, g);
+        for (int64_t c = first; c < last; c++)
             for (const int64_t i : {c, channels + c})
-                passed[i] = passed_on(set, push.preview(i, g[i] / scale), g[i] / scale, *kept.w * scale);
-        }
-        if (likely && dx) pull_back(first, last, passed);
+                flow[i] = passed_on(set, push.preview(i, g[i] / scale), g[i] / scale, *kept.w * scale);
+        if (likely && dx) pull_back(first, last, flow);
     });
     const bool accepted = stream_gradients(set, *call.state, channels, kept, scale, g);
     if (!dx || (likely && accepted)) return;
@@ -304,6 +280,8 @@ inline void back_through_planes(const Layer& call, const float* dy, float scale,
 }
 
 void layer_backward(const Layer& call, const float* dy, float scale, float* dx, float* dgain, float* dbias) {
+    std::fill(dgain, dgain + call.channels, 0.0f);
+    std::fill(dbias, dbias + call.channels, 0.0f);
     const auto back = call.rows ? back_through_rows : back_through_planes;
     back(call, dy, scale, dx, dgain, dbias);
 }

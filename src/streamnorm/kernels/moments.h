@@ -21,48 +21,61 @@ inline void sum_rows(const float* x, int64_t stride, int64_t first, int64_t last
         powers([](auto d) { return absolute(d); });
 }
 
-// eps, in its one place.
-inline float root(const Settings& set, double power) {
-    return (float)(set.p == 2 ? std::sqrt(power + set.eps) : power + std::sqrt(set.eps));
-}
-
-inline void finish_moments(const Settings& set, double n, float center, double first, double power, int64_t c,
-                           Kept kept) {
-    kept.mean[c] = (float)(center + first / n);
-    kept.center[c] = center;
-    kept.sigma[c] = root(set, power / n);
+// Mean and sigma of some channels, from the sums (2, C) about their centers. The one place of eps.
+inline void finish_moments(const Settings& set, double n, const double* sums, int64_t channels, int64_t first,
+                           int64_t last, Kept kept) {
+    const double share = 1 / n, eps = set.eps, floor = std::sqrt(eps);
+    const double *__restrict distance = sums, *__restrict power = sums + channels;
+    float *__restrict mean = kept.mean, *__restrict sigma = kept.sigma;
+    const float* __restrict center = kept.center;
+    for (int64_t c = first; c < last; c++) mean[c] = (float)(center[c] + distance[c] * share);
+    if (set.p == 2)
+        for (int64_t c = first; c < last; c++) sigma[c] = std::sqrt((float)(power[c] * share + eps));
+    else
+        for (int64_t c = first; c < last; c++) sigma[c] = (float)(power[c] * share + floor);
 }
 
 // Whether sigma depends on its own center: it does not for p = 2, where the derivative is 0.
 inline bool has_signs(const Settings& set) { return set.p == 1 && set.center == MEAN; }
 
 // dx = dy * unit + (x - center) * slope + offset, with the sign of x - center in its place for p = 1:
-// the direct way, and (dS/dx)^T g of what G passes on.
+// the direct way, and (dS/dx)^T g of what G passes on. Vectors over channels.
 struct Slopes {
-    float unit, slope, offset;
-
-    Slopes() = default;
-    // `g_mean`, `g_sigma`: what flows into S(x). `signs`: average sign of x - center, the derivative of sigma by its
-    // own center for p = 1 (for p = 2 it is 0).
-    Slopes(const Settings& set, double n, float unit_, float g_mean, float g_sigma, float sigma, float signs)
-        : unit(unit_), offset((float)(g_mean / n)) {
-        slope = (float)(g_sigma / n);
-        if (set.p == 2) {
-            slope /= sigma;
-        } else {
-            if (!is_finite(sigma)) slope = 0;
-            if (has_signs(set)) offset -= slope * signs;
-        }
-    }
+    float *unit, *slope, *offset;
 };
 
-// dE/dgain, dE/dbias and g = dE/ds_hat of a channel, from its sums of dy and dy * (x - mean_hat).
-inline void finish_gradients(float unit, float sigma_hat, const double* sums, int64_t c, int64_t channels,
-                             float* dgain, float* dbias, float* g) {
-    *dbias = (float)sums[0];
-    *dgain = (float)(sums[1] / sigma_hat);
-    g[c] = -*dbias * unit;
-    g[channels + c] = -*dgain * unit;
+inline void find_units(const float* gain, const float* sigma_hat, int64_t first, int64_t last, float* unit) {
+    for (int64_t c = first; c < last; c++) unit[c] = (gain ? gain[c] : 1.0f) / sigma_hat[c];
+}
+
+// dE/dgain, dE/dbias (both are added to) and g = dE/ds_hat (2, C) of some channels, from the sums (2, C) of dy and
+// dy * (x - mean_hat).
+inline void finish_gradients(const float* unit, const float* sigma_hat, const double* sums, int64_t channels,
+                             int64_t first, int64_t last, float* dgain, float* dbias, float* g) {
+    for (int64_t c = first; c < last; c++) {
+        const float bias = (float)sums[c], gain = (float)sums[channels + c] / sigma_hat[c];
+        dbias[c] += bias, dgain[c] += gain;
+        g[c] = -bias * unit[c];
+        g[channels + c] = -gain * unit[c];
+    }
+}
+
+// `flow`: what goes into S(x), (2, C). `signs`: sums of sign(x - center), read where sigma depends on its center.
+inline void find_slopes(const Settings& set, double n, const float* flow, const double* signs, int64_t channels,
+                        int64_t first, int64_t last, Kept kept, Slopes out) {
+    const float share = (float)(1 / n);
+    const float *to_mean = flow, *to_sigma = flow + channels;
+    if (set.p == 2) {
+        for (int64_t c = first; c < last; c++) {
+            out.slope[c] = to_sigma[c] * share / kept.sigma[c];
+            out.offset[c] = to_mean[c] * share;
+        }
+        return;
+    }
+    for (int64_t c = first; c < last; c++) {
+        out.slope[c] = is_finite(kept.sigma[c]) ? to_sigma[c] * share : 0.0f;
+        out.offset[c] = to_mean[c] * share - (has_signs(set) ? out.slope[c] * (float)(signs[c] / n) : 0.0f);
+    }
 }
 
 // Sums of dy, dy * (x - mean_hat) and, where `signs` are wanted, of sign(x - center).
@@ -82,13 +95,12 @@ inline void sum_gradients_of_rows(const float* x, int64_t stride, const float* d
         });
 }
 
-// `unit`, `slope` and `offset` are vectors over channels here.
 inline void pull_back_rows(int64_t p, const float* x, int64_t stride, const float* dy, int64_t dy_stride,
-                           int64_t first, int64_t last, int64_t channels, const float* center, const float* unit,
-                           const float* slope, const float* offset, float* dx, int64_t dx_stride) {
+                           int64_t first, int64_t last, int64_t channels, const float* center, Slopes k, float* dx,
+                           int64_t dx_stride) {
     for (int64_t row = last - 1; row >= first; row--) {  // from the end, which is still in the cache
         const float *__restrict in = x + row * stride, *__restrict g = dy + row * dy_stride;
-        const float *__restrict c = center, *__restrict u = unit, *__restrict s = slope, *__restrict o = offset;
+        const float *__restrict c = center, *__restrict u = k.unit, *__restrict s = k.slope, *__restrict o = k.offset;
         float* __restrict out = dx + row * dx_stride;
         if (p == 2)
             for (int64_t j = 0; j < channels; j++) out[j] = g[j] * u[j] + (in[j] - c[j]) * s[j] + o[j];

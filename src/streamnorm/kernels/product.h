@@ -18,7 +18,8 @@ inline void pack(const float* weight, int64_t inner, int64_t columns, int64_t ro
 template <int ROWS>
 inline void tile(int64_t inner, const float* a, int64_t a_stride, const float* panel, float* c, int64_t c_stride,
                  int64_t columns, bool add) {
-    Lanes sums[ROWS][2] = {};
+    Lanes sums[ROWS][2];
+    for (int i = 0; i < ROWS; i++) sums[i][0] = sums[i][1] = Lanes{};
     for (int64_t k = 0; k < inner; k++) {
         const Lanes left = load<Lanes>(panel + k * PANEL), right = load<Lanes>(panel + k * PANEL + 8);
         for (int i = 0; i < ROWS; i++) {

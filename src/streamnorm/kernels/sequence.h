@@ -102,6 +102,15 @@ struct Inner {
     }
 };
 
+inline void reset_state(int64_t n, const float* __restrict h, const float* __restrict r, float* __restrict reset) {
+    for (int64_t i = 0; i < n; i++) reset[i] = h[i] * r[i];
+}
+
+inline void mix(int64_t n, const Inner& in, const float* __restrict h, float* __restrict y) {
+    const float *__restrict z = in.z, *__restrict fresh = in.fresh;
+    for (int64_t i = 0; i < n; i++) y[i] = z[i] * fresh[i] + (1 - z[i]) * h[i];
+}
+
 inline int64_t all_rows(const Sequence& seq) {
     int64_t rows = 0;
     for (int64_t t = 0; t < seq.steps; t++) rows += seq.sizes[t];
@@ -135,10 +144,10 @@ void sequence_forward(const Sequence& seq, float* final) {
             const Inner in(seq, total, step);
             gate_forward(seq, 0, step, scratch, in.r, sigmoid);
             gate_forward(seq, 1, step, scratch, in.z, sigmoid);
-            for (int64_t i = 0; i < step.rows * hidden; i++) in.reset[i] = h[i] * in.r[i];
+            reset_state(step.rows * hidden, h, in.r, in.reset);
             multiply(step.rows, hidden, hidden, in.reset, hidden, packed_new, products + shared, wide, false);
             new_state(seq, 2, step, scratch, in.fresh);
-            for (int64_t i = 0; i < step.rows * hidden; i++) y[i] = in.z[i] * in.fresh[i] + (1 - in.z[i]) * h[i];
+            mix(step.rows * hidden, in, h, y);
         }
         if (step.later == 0) copy_rows(y, final, step.rows, hidden);
     });
@@ -157,10 +166,10 @@ inline void gate_backward(const Sequence& seq, int64_t gate, const Step& step, c
         const Layer call = call_of(seq, norm, step.rows, products[side]);
         const Kept kept = kept_of(seq, step.t, norm);
         float* dgain = sums + norm * 2 * hidden;
-        const RowSlopes k = stream_back_rows(call, da, hidden, (float)seq.norms[norm].scale, kept, scratch, dgain,
-                                             dgain + hidden);
-        pull_back_rows(seq.settings->p, products[side], stride, da, hidden, 0, step.rows, hidden, kept.center, k.unit,
-                       k.slope, k.offset, gradients[side], stride);
+        const Slopes slopes = stream_back_rows(call, da, hidden, (float)seq.norms[norm].scale, kept, scratch, dgain,
+                                               dgain + hidden);
+        pull_back_rows(seq.settings->p, products[side], stride, da, hidden, 0, step.rows, hidden, kept.center, slopes,
+                       gradients[side], stride);
     }
 }
 
@@ -170,6 +179,26 @@ inline void through_activation(const Sequence& seq, int64_t n, const float* dy, 
         for (int64_t i = 0; i < n; i++) da[i] = y[i] <= 0 ? 0.0f : dy[i];
     else
         for (int64_t i = 0; i < n; i++) da[i] = dy[i] * (1 - y[i] * y[i]);
+}
+
+// To the new state (da), to the argument of z (db), and what goes straight on to the state before (dh).
+inline void mix_backward(int64_t n, const Inner& in, const float* __restrict h, float* __restrict dh,
+                         float* __restrict da, float* __restrict db) {
+    const float *__restrict z = in.z, *__restrict fresh = in.fresh;
+    for (int64_t i = 0; i < n; i++) {
+        da[i] = dh[i] * z[i];
+        db[i] = dh[i] * (fresh[i] - h[i]) * (z[i] * (1 - z[i]));
+        dh[i] *= 1 - z[i];
+    }
+}
+
+// To the argument of r (da), and to the state before (dh).
+inline void reset_backward(int64_t n, const float* __restrict h, const float* __restrict r,
+                           const float* __restrict dreset, float* __restrict dh, float* __restrict da) {
+    for (int64_t i = 0; i < n; i++) {
+        da[i] = dreset[i] * h[i] * (r[i] * (1 - r[i]));
+        dh[i] += dreset[i] * r[i];
+    }
 }
 
 void sequence_backward(const Sequence& seq, const float* doutput, const float* dfinal, float* dproducts,
@@ -197,20 +226,13 @@ void sequence_backward(const Sequence& seq, const float* doutput, const float* d
             multiply(step.rows, hidden, hidden, drecurrent + step.row * wide, wide, packed, dh, hidden, false);
         } else {
             const Inner in(seq, total, step);
-            for (int64_t i = 0; i < n; i++) {
-                da[i] = dh[i] * in.z[i];
-                db[i] = dh[i] * (in.fresh[i] - h[i]) * (in.z[i] * (1 - in.z[i]));
-                dh[i] *= 1 - in.z[i];
-            }
+            mix_backward(n, in, h, dh, da, db);
             through_activation(seq, n, da, in.fresh, da);
             gate_backward(seq, 2, step, da, scratch, dproducts, drecurrent, sums);
             gate_backward(seq, 1, step, db, scratch, dproducts, drecurrent, sums);
             float* drec = drecurrent + step.row * wide;
             multiply(step.rows, hidden, hidden, drec + shared, wide, packed_new, dreset, hidden, false);
-            for (int64_t i = 0; i < n; i++) {
-                da[i] = dreset[i] * h[i] * (in.r[i] * (1 - in.r[i]));
-                dh[i] += dreset[i] * in.r[i];
-            }
+            reset_backward(n, h, in.r, dreset, dh, da);
             gate_backward(seq, 0, step, da, scratch, dproducts, drecurrent, sums);
             multiply(step.rows, shared, hidden, drec, wide, packed, dh, hidden, true);
         }

@@ -22,9 +22,9 @@ inline bool is_finite(float value) {
 }
 
 inline bool all_finite(const float* values, int64_t n) {
-    bool finite = true;
-    for (int64_t i = 0; i < n; i++) finite &= is_finite(values[i]);
-    return finite;
+    uint32_t bad = 0;
+    for (int64_t i = 0; i < n; i++) bad |= is_finite(values[i]) ? 0u : 1u;
+    return bad == 0;
 }
 
 inline float lerp(float from, float to, float share) {  // rounds as torch.lerp does
@@ -57,16 +57,23 @@ struct Push {
     Push(const Stream& s, const double* weights, bool accept)
         : stream(s), share(accept ? 1.0f / (float)(*s.count + 1) : 0.0f), long_weight((float)weights[0]),
           short_weight((float)weights[1]), empty(*s.empty) {}
-    float recent(int64_t i, float value) const {
-        return share == 0 ? stream.recent[i] : lerp(stream.recent[i], value, share);
+    float blend(float lasting, float recent) const {
+        return long_weight * (empty ? recent : lasting) + short_weight * recent;
     }
-    float blend(int64_t i, float now) const {
-        return long_weight * (empty ? now : stream.lasting[i]) + short_weight * now;
+    float preview(int64_t i, float value) const {
+        return blend(stream.lasting[i], share == 0 ? stream.recent[i] : lerp(stream.recent[i], value, share));
     }
-    float preview(int64_t i, float value) const { return blend(i, recent(i, value)); }
-    float operator()(int64_t i, float value) const {
-        stream.recent[i] = recent(i, value);
-        return blend(i, stream.recent[i]);
+    // n values, from number `at` of the stream on.
+    void take(int64_t at, int64_t n, const float* __restrict values) const {
+        float* __restrict recent = stream.recent + at;
+        const float part = share;
+        if (part == 0) return;
+        for (int64_t i = 0; i < n; i++) recent[i] = lerp(recent[i], values[i], part);
+    }
+    void blend_all(int64_t at, int64_t n, float* __restrict out) const {
+        const float *__restrict recent = stream.recent + at, *__restrict lasting = empty ? recent : stream.lasting + at;
+        const float a = long_weight, b = short_weight;
+        for (int64_t i = 0; i < n; i++) out[i] = a * lasting[i] + b * recent[i];
     }
 };
 
@@ -99,8 +106,10 @@ inline void stream_statistics(const Settings& set, const State& state, int64_t c
         return;
     }
     const Push push(state.stats, set.alpha, true);
-    for (int64_t i = 0; i < channels; i++) kept.mean_hat[i] = push(i, kept.mean[i]);
-    for (int64_t i = 0; i < channels; i++) kept.sigma_hat[i] = push(channels + i, kept.sigma[i]);
+    push.take(0, channels, kept.mean);
+    push.take(channels, channels, kept.sigma);
+    push.blend_all(0, channels, kept.mean_hat);
+    push.blend_all(channels, channels, kept.sigma_hat);
     *state.stats.count += 1;
     if (*kept.w < 1) {
         const float mean = layer_mean(kept.mean, channels), sigma = layer_sigma(kept.sigma, channels, set.p);
@@ -122,12 +131,20 @@ inline float passed_on(const Settings& set, float blend, float g, float factor) 
 // G of the paper: g = dE/ds_hat, (2, C), is pushed into H2 and replaced by what flows on. Returns whether it was pushed.
 inline bool stream_gradients(const Settings& set, const State& state, int64_t channels, Kept kept, float scale,
                              float* g) {
+    const int64_t n = 2 * channels;
     if (scale != 1)
-        for (int64_t i = 0; i < 2 * channels; i++) g[i] /= scale;
-    const bool accept = *kept.accept != 0 && all_finite(g, 2 * channels);
+        for (int64_t i = 0; i < n; i++) g[i] /= scale;
+    const bool accept = *kept.accept != 0 && all_finite(g, n);
     const Push push(state.grads, set.beta, accept);
     const float factor = *kept.w * scale;
-    for (int64_t i = 0; i < 2 * channels; i++) g[i] = passed_on(set, push(i, g[i]), g[i], factor);
+    push.take(0, n, g);
+    if (set.beta[2] == 0) {
+        push.blend_all(0, n, g);
+        for (int64_t i = 0; i < n; i++) g[i] *= factor;
+    } else {
+        for (int64_t i = 0; i < n; i++)
+            g[i] = passed_on(set, push.blend(state.grads.lasting[i], state.grads.recent[i]), g[i], factor);
+    }
     *state.grads.count += accept;
     return accept;
 }

@@ -76,7 +76,9 @@ template <class V, int VECTORS, int SUMS, class Term>
 inline void sum_tile(int64_t first_row, int64_t last_row, int64_t column, int64_t skip, double* const* sums,
                      const Term& term) {
     const int64_t width = sizeof(V) / sizeof(float);
-    V lanes[VECTORS][SUMS] = {};
+    V lanes[VECTORS][SUMS];
+    for (int k = 0; k < VECTORS; k++)
+        for (int s = 0; s < SUMS; s++) lanes[k][s] = V{};
     for (int64_t row = first_row; row < last_row; row++)
         for (int k = 0; k < VECTORS; k++) term(row, column + width * k, lanes[k]);
     for (int s = 0; s < SUMS; s++) {
