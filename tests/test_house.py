@@ -11,10 +11,10 @@ SOURCE = Path(streamnorm.__file__).parent
 FLOORS = [
     {"_version", "normref"},
     {"moments", "stream"},
-    {"kernels"},
+    {"kernels", "rules"},
     {"fused"},
     {"dispatch", "updates"},
-    {"base"},
+    {"base", "compiled"},
     {"layers", "streaming", "optim"},
     {"recurrence"},
     {"cells"},

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from .dispatch import apply
 from .moments import Moments, Statistic
 from .normref import CODES, NormRef, resolve
-from .stream import all_finite
 
 Device = torch.device | str | int | None
 
@@ -186,43 +185,11 @@ def moved(tensor: Tensor, fn: Any) -> Tensor:
     return result if result.dtype == dtype else tensor.to(device=result.device, dtype=dtype)
 
 
-def fixed_center(center: str, mean: Tensor) -> Tensor:
-    """c of the p-th moment where it needs no memory: the reference's own `mean`, or 0."""
-    return mean if center == "mean" else mean.new_zeros(())
-
-
-def mini_batch_statistics(own: Moments, latest: Tensor) -> tuple[Tensor, Tensor]:
-    """s of the mini-batch `(2, *statistic)` (averaged over samples where each has its own), and whether to accept it.
-
-    A statistic that a mask left without data keeps its `latest` value. A mini-batch with a value that is not finite,
-    or without any real element, is not accepted.
-    """
-    both = torch.stack([own.mean, own.sigma])
-    if own.present is None:
-        s = (both if both.shape[1] == 1 else both.mean(1)).reshape(latest.shape).to(latest.dtype)
-        return s, all_finite(s)
-    samples = own.present.sum(0)
-    s = torch.where(own.present, both, 0).sum(1) / samples.clamp(min=1)
-    has_data = (samples > 0).reshape(latest.shape[1:])
-    s = torch.where(has_data, s.reshape(latest.shape).to(latest.dtype), latest)
-    return s, all_finite(s) & has_data.any()
-
-
-def share_among_samples(gradient: Tensor, samples: int, present: Tensor | None) -> Tensor:
-    """The gradient of the average over samples, for the statistics of each sample."""
-    return gradient / samples if present is None else gradient * present / present.sum(0).clamp(min=1)
-
-
-def elements_per_statistic(own: Moments) -> Tensor:
-    """Elements of a call per statistic, in all samples; on average where border windows or a mask make them differ."""
-    if own.present is None:
-        return own.elements.sum(0).mean()
-    return (own.elements * own.present).sum() / own.present.any(0).sum().clamp(min=1)
-
-
 def outside_inference_mode() -> AbstractContextManager[Any]:
     """For tensors that outlive the call: what is made in inference mode could not be used in training later."""
-    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
+    if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
+        return nullcontext()
+    return torch.inference_mode(False)
 
 
 def is_batchnorm(state_dict: Any, prefix: str) -> bool:

@@ -22,8 +22,6 @@ from .normref import CODES
 BATCH_NORM = CODES["BA1"]
 # Given dE/d(mean) and dE/d(sigma) of the statistics that normalized, the gradients to send into S(x).
 Gradient = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-# Given the means of the references and which of them a mask left present, c of the p-th moment.
-Center = Callable[[Tensor, Tensor | None], Tensor]
 
 
 def fused_layout(x: Tensor, mask: Tensor | None) -> Layout | None:
@@ -34,7 +32,9 @@ def fused_layout(x: Tensor, mask: Tensor | None) -> Layout | None:
 @lru_cache(maxsize=256)
 def _fused_settings(statistic: tuple[Any, ...], streaming: tuple[Any, ...]) -> bytes | None:
     ref, p, center, eps = statistic
-    return kernels.settings_record(p, center, *streaming, eps) if p in (1, 2) and ref == BATCH_NORM else None
+    alpha, beta, kappa, warmup = streaming
+    fits = p in (1, 2) and ref == BATCH_NORM
+    return kernels.settings_record(p, center, alpha, beta, kappa, warmup, eps) if fits else None
 
 
 def fused_settings(
@@ -49,6 +49,13 @@ def fused_settings(
     return None
 
 
+def fuses_compiled(x: Tensor, weight: Tensor | None, stored: Tensor, statistic: Statistic) -> bool:
+    """Whether a compiled call ends in the kernels; asked while the compiler traces, when tensors have no memory yet."""
+    tensors = (x, stored) if weight is None else (x, stored, weight)
+    fits = statistic.p in (1, 2) and statistic.ref == BATCH_NORM and kernels.available()
+    return fits and all(tensor.dtype == torch.float32 and tensor.device.type == "cpu" for tensor in tensors)
+
+
 def fuses_sequence(*tensors: Tensor) -> bool:
     """Whether the kernels take these tensors of a recurrent layer."""
     return kernels.available() and all(_is_plain_float32(t) and t.is_contiguous() for t in tensors)
@@ -56,23 +63,6 @@ def fuses_sequence(*tensors: Tensor) -> bool:
 
 def _is_plain_float32(tensor: Tensor) -> bool:
     return tensor.dtype == torch.float32 and tensor.is_cpu and type(tensor) in (Tensor, Parameter)
-
-
-def measure(x: Tensor, statistic: Statistic, mask: Tensor | None, center: Center) -> Moments:
-    """S(x), without gradient."""
-    with torch.no_grad():
-        ref = statistic.ref
-        elements = plain.count_elements(x, ref, mask)
-        mean = plain.reference_mean(x, ref, mask, elements)
-        present = None
-        if mask is not None:
-            present = elements >= (2 if statistic.center == "mean" else 1)
-            if ref.window:  # what only padding would use is not there either, whatever its window sees
-                present = present & (mask.any(0, keepdim=True) if ref.samples else mask)
-            present = present.expand_as(mean)
-        c = center(mean, present)
-        sigma = plain.reference_sigma(x, c, statistic, mask, elements)
-        return Moments(mean, sigma, c, elements, present)
 
 
 def apply(
@@ -116,30 +106,45 @@ class _Normalize(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative()
-        saved, weight, mask, mean, sigma, *moments = ctx.saved_tensors
-        own, dtype = Moments(*moments), compute_dtype(saved, mean)
-        x, dy = plain.masked(saved.to(dtype), mask), plain.masked(dy.to(dtype), mask)
-        gain = x.new_ones(()) if weight is None else channelwise(weight, x).to(dtype)
+        x, weight, mask, mean, sigma, *moments = ctx.saved_tensors
+        call = x, weight, mask, mean, sigma, Moments(*moments)
+        dx, dgain, dbias = back_through(dy, *call, ctx.statistic, ctx.gradient, ctx.needs_input_grad[0])
+        _, needs_gain, needs_bias, *_ = ctx.needs_input_grad
+        return dx, dgain if needs_gain else None, dbias if needs_bias else None, *[None] * 6
 
-        # Sums over everything that shares both statistics and gain.
-        cell = [mean.shape[0], x.shape[1], *mean.shape[2:]]
-        dbias = dy.sum_to_size(cell)
-        dgain = (x - mean).mul_(dy).sum_to_size(cell) / sigma
 
-        # y = gain * (x - mean) / sigma + bias: dE/dmean = -dbias * gain / sigma, dE/dsigma = -dgain * gain / sigma.
-        per_unit = gain / sigma
-        grad_mean, grad_sigma = ctx.gradient(
-            -(dbias * per_unit).sum_to_size(mean.shape), -(dgain * per_unit).sum_to_size(mean.shape)
-        )
-        dx = None
-        if ctx.needs_input_grad[0]:
-            through = plain.pull_back(x, own, grad_mean, grad_sigma, ctx.statistic, mask)
-            dx = (dy * per_unit).add_(through).to(saved.dtype)
-        sums = (
-            _per_channel(cells) if needed else None
-            for cells, needed in zip((dgain, dbias), ctx.needs_input_grad[1:3], strict=True)
-        )
-        return dx, *sums, *[None] * 6
+def back_through(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    mask: Tensor | None,
+    mean: Tensor,
+    sigma: Tensor,
+    own: Moments,
+    statistic: Statistic,
+    gradient: Gradient,
+    needs_dx: bool,
+) -> tuple[Tensor | None, Tensor, Tensor]:
+    """The gradients of the input, the gain and the bias of a call of `apply`."""
+    dtype, given = compute_dtype(x, mean), x.dtype
+    x, dy = plain.masked(x.to(dtype), mask), plain.masked(dy.to(dtype), mask)
+    gain = x.new_ones(()) if weight is None else channelwise(weight, x).to(dtype)
+
+    # Sums over everything that shares both statistics and gain.
+    cell = [mean.shape[0], x.shape[1], *mean.shape[2:]]
+    dbias = dy.sum_to_size(cell)
+    dgain = (x - mean).mul_(dy).sum_to_size(cell) / sigma
+
+    # y = gain * (x - mean) / sigma + bias: dE/dmean = -dbias * gain / sigma, dE/dsigma = -dgain * gain / sigma.
+    per_unit = gain / sigma
+    grad_mean, grad_sigma = gradient(
+        -(dbias * per_unit).sum_to_size(mean.shape), -(dgain * per_unit).sum_to_size(mean.shape)
+    )
+    dx = None
+    if needs_dx:
+        through = plain.pull_back(x, own, grad_mean, grad_sigma, statistic, mask)
+        dx = (dy * per_unit).add_(through).to(given)
+    return dx, _per_channel(dgain), _per_channel(dbias)
 
 
 def _per_channel(cell: Tensor) -> Tensor:

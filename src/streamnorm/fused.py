@@ -2,7 +2,6 @@
 
 import struct
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from . import kernels
 from .kernels import Layout
-from .stream import State, Stream, write
+from .stream import State, from_dict, to_dict, write
 
 # Called in backward: the state that gradients are streamed into, and the scale of the loss.
 Receiver = Callable[[], tuple[State, float]]
@@ -175,8 +174,4 @@ def as_float32(state: State) -> State:
     def narrow(tensor: Tensor) -> Tensor:
         return tensor.to("cpu", torch.float32 if tensor.is_floating_point() else tensor.dtype)
 
-    def stream(s: Stream) -> Stream:
-        return Stream(*map(narrow, (s.long, s.short, s.count, s.empty)))
-
-    floats = {name: narrow(getattr(state, name)) for name in ("mean", "sigma", "seen", "pending", "loss_scale")}
-    return replace(state, stats=stream(state.stats), grads=stream(state.grads), **floats)
+    return from_dict({name: narrow(tensor) for name, tensor in to_dict(state).items()})

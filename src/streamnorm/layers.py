@@ -14,18 +14,16 @@ from .base import (
     check_channel_dim,
     check_count,
     check_dtype,
-    fixed_center,
     is_batchnorm,
     is_number,
-    mini_batch_statistics,
     moved,
     new_affine,
     outside_inference_mode,
     reset_affine,
     statistics_like,
 )
-from .dispatch import compute_dtype, evaluate, measure
-from .moments import Moments, channelwise
+from .dispatch import compute_dtype, evaluate
+from .moments import Moments, channelwise, fixed_center, measure, mini_batch_statistics
 from .normref import NormRef
 
 

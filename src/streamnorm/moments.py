@@ -4,7 +4,7 @@ Everything here takes input as `(N, C, *space)` and keeps pooled dimensions as 1
 against activations. A mask `(N, 1, *space)` is True where the activation is real.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import reduce
 from itertools import product
@@ -36,6 +36,27 @@ class Moments(NamedTuple):
     center: Tensor  # c of the p-th moment
     elements: Tensor  # per statistic; broadcasts against `mean`
     present: Tensor | None  # with a mask: which statistics have the elements they need
+
+
+# Given the means of the references and which of them a mask left present, c of the p-th moment.
+Center = Callable[[Tensor, Tensor | None], Tensor]
+
+
+def measure(x: Tensor, statistic: Statistic, mask: Tensor | None, center: Center) -> Moments:
+    """S(x), without gradient."""
+    with torch.no_grad():
+        ref = statistic.ref
+        elements = count_elements(x, ref, mask)
+        mean = reference_mean(x, ref, mask, elements)
+        present = None
+        if mask is not None:
+            present = elements >= (2 if statistic.center == "mean" else 1)
+            if ref.window:  # what only padding would use is not there either, whatever its window sees
+                present = present & (mask.any(0, keepdim=True) if ref.samples else mask)
+            present = present.expand_as(mean)
+        c = center(mean, present)
+        sigma = reference_sigma(x, c, statistic, mask, elements)
+        return Moments(mean, sigma, c, elements, present)
 
 
 def count_elements(x: Tensor, ref: NormRef, mask: Tensor | None) -> Tensor:
@@ -117,6 +138,45 @@ def pull_back(
             for mean_share, sigma_share, center, sigma in sides
         )
     return masked(dx, mask)
+
+
+def mini_batch_statistics(own: Moments, latest: Tensor) -> tuple[Tensor, Tensor]:
+    """s of the mini-batch `(2, *statistic)` (averaged over samples where each has its own), and whether to accept it.
+
+    A statistic that a mask left without data keeps its `latest` value. A mini-batch with a value that is not finite,
+    or without any real element, is not accepted.
+    """
+    both = torch.stack([own.mean, own.sigma])
+    if own.present is None:
+        s = (both if both.shape[1] == 1 else both.mean(1)).reshape(latest.shape).to(latest.dtype)
+        return s, all_finite(s)
+    samples = own.present.sum(0)
+    s = torch.where(own.present, both, 0).sum(1) / samples.clamp(min=1)
+    has_data = (samples > 0).reshape(latest.shape[1:])
+    s = torch.where(has_data, s.reshape(latest.shape).to(latest.dtype), latest)
+    return s, all_finite(s) & has_data.any()
+
+
+def share_among_samples(gradient: Tensor, samples: int, present: Tensor | None) -> Tensor:
+    """The gradient of the average over samples, for the statistics of each sample."""
+    return gradient / samples if present is None else gradient * present / present.sum(0).clamp(min=1)
+
+
+def elements_per_statistic(own: Moments) -> Tensor:
+    """Elements of a call per statistic, in all samples; on average where border windows or a mask make them differ."""
+    if own.present is None:
+        return own.elements.sum(0).mean()
+    return (own.elements * own.present).sum() / own.present.any(0).sum().clamp(min=1)
+
+
+def fixed_center(center: str, mean: Tensor) -> Tensor:
+    """c of the p-th moment where it needs no memory: the reference's own `mean`, or 0."""
+    return mean if center == "mean" else mean.new_zeros(())
+
+
+def all_finite(values: Tensor) -> Tensor:
+    """Whether there is no NaN or inf: only those differ from themselves by something else than 0."""
+    return (values - values).sum() == 0
 
 
 def channelwise(vector: Tensor, x: Tensor) -> Tensor:

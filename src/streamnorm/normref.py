@@ -1,7 +1,6 @@
 """Which activations share statistics: the normalization reference (NormRef) of the paper."""
 
 from dataclasses import dataclass
-from math import prod
 from typing import Literal
 
 WINDOW = 5  # the paper does not say; ours
@@ -58,7 +57,9 @@ class NormRef:
         """Elements of the smallest reference in an input `(N, C, *space)`; windows are smallest in a corner."""
         n, c, *space = shape
         pooled = (n if self.samples else 1) * (c if self.channels == "all" else 1)
-        return pooled * prod(min(self.window // 2 + 1, size) if self.located else size for size in space)
+        for size in space:  # a loop, which torch.compile can follow
+            pooled *= min(self.window // 2 + 1, size) if self.located else size
+        return pooled
 
 
 # BA1, BA6 and "LN is a sample normalization" are certain; the other rows are reconstructed from the text.

@@ -5,8 +5,6 @@ H1 (statistics) and H2 (their gradients) are two `Stream`s. The rules are pure f
 """
 
 from dataclasses import dataclass, fields, replace
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -19,6 +17,7 @@ class Stream:
     short: Tensor
     count: Tensor  # int64 scalar: pushes since the last weight update
     empty: Tensor  # bool scalar: no fold yet, so `long` means nothing
+    pending: Tensor  # bool scalar: a weight update is waiting to be folded in
 
 
 @dataclass(frozen=True)
@@ -30,8 +29,13 @@ class State:
     mean: Tensor  # the latest s_hat, for evaluation
     sigma: Tensor
     seen: Tensor  # reference elements per statistic so far, for the warm start
-    pending: Tensor  # bool scalar: a weight update is waiting to be folded in
     loss_scale: Tensor  # of the latest push into H2; 0 where no scaler was ever attached
+
+
+# The names of the fields, by which a state is saved.
+STREAMS = ("stats", "grads")
+PARTS = tuple(field.name for field in fields(Stream))
+NUMBERS = tuple(field.name for field in fields(State) if field.name not in STREAMS)
 
 
 def new_stream(shape: tuple[int, ...], like: Tensor) -> Stream:
@@ -40,6 +44,7 @@ def new_stream(shape: tuple[int, ...], like: Tensor) -> Stream:
         short=like.new_zeros((2, *shape)),
         count=like.new_zeros((), dtype=torch.int64),
         empty=like.new_ones((), dtype=torch.bool),
+        pending=like.new_zeros((), dtype=torch.bool),
     )
 
 
@@ -50,7 +55,6 @@ def new_state(shape: tuple[int, ...], like: Tensor) -> State:
         mean=like.new_zeros(shape),
         sigma=like.new_ones(shape),
         seen=like.new_zeros(()),
-        pending=like.new_zeros((), dtype=torch.bool),
         loss_scale=like.new_zeros(()),
     )
 
@@ -63,28 +67,24 @@ def push(stream: Stream, value: Tensor, accept: Tensor) -> Stream:
     return replace(stream, short=torch.lerp(stream.short, value, share), count=count)
 
 
-def all_finite(values: Tensor) -> Tensor:
-    """Whether there is no NaN or inf: only those differ from themselves by something else than 0."""
-    return (values - values).sum() == 0
-
-
 def blend(stream: Stream, long: float, short: float) -> Tensor:
     """long * stream.long + short * stream.short, an empty `long` being replaced by `short`."""
     return long * torch.where(stream.empty, stream.short, stream.long) + short * stream.short
 
 
-def fold(stream: Stream, updated: Tensor, keep: float, take: float) -> Stream:
-    """A weight update: long = keep * long + take * short (the first time, short), count = 0.
+def fold(stream: Stream, keep: float, take: float) -> Stream:
+    """A pending weight update: long = keep * long + take * short (the first time, short), count = 0.
 
-    Nothing changes where `updated` is False or nothing was pushed. `short` stays until the next push replaces it.
+    Nothing changes where nothing was pushed. `short` stays until the next push replaces it.
     """
-    due = updated & (stream.count > 0)
+    due = stream.pending & (stream.count > 0)
     long = torch.where(stream.empty, stream.short, keep * stream.long + take * stream.short)
     return replace(
         stream,
         long=torch.where(due, long, stream.long),
         count=stream.count * ~due,
         empty=stream.empty & ~due,
+        pending=torch.zeros_like(stream.pending),
     )
 
 
@@ -116,7 +116,13 @@ def bind(state: State, shape: tuple[int, ...]) -> State:
     """Give a state whose statistics are empty, not bound to a spatial size yet, their shape."""
     if state.mean.numel():
         return state
-    return replace(new_state(shape, state.seen), pending=state.pending, loss_scale=state.loss_scale)
+    fresh = new_state(shape, state.seen)
+    return replace(
+        fresh,
+        stats=replace(fresh.stats, pending=state.stats.pending),
+        grads=replace(fresh.grads, pending=state.grads.pending),
+        loss_scale=state.loss_scale,
+    )
 
 
 def write(state: State, new: State) -> None:
@@ -132,19 +138,11 @@ def copied(state: State) -> State:
 
 def to_dict(state: State) -> dict[str, Tensor]:
     """The tensors of a state under flat names: `mean`, `stats_long`, ..."""
-    streams = {
-        f"{name}_{field.name}": getattr(getattr(state, name), field.name)
-        for name in ("stats", "grads")
-        for field in fields(Stream)
-    }
-    return streams | {f.name: getattr(state, f.name) for f in fields(State) if f.name not in ("stats", "grads")}
+    streams = {f"{name}_{part}": getattr(getattr(state, name), part) for name in STREAMS for part in PARTS}
+    return streams | {name: getattr(state, name) for name in NUMBERS}
 
 
 def from_dict(tensors: dict[str, Tensor]) -> State:
     """The inverse of `to_dict`."""
-    parts: dict[str, Any] = {
-        name: Stream(**{field.name: tensors[f"{name}_{field.name}"] for field in fields(Stream)})
-        for name in ("stats", "grads")
-    }
-    parts |= {field.name: tensors[field.name] for field in fields(State) if field.name not in parts}
-    return State(**parts)
+    stats, grads = (Stream(**{part: tensors[f"{name}_{part}"] for part in PARTS}) for name in STREAMS)
+    return State(stats, grads, **{name: tensors[name] for name in NUMBERS})

@@ -1,6 +1,6 @@
 """Streaming Normalization: the layer of the paper, F and G around S and N."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,21 +14,18 @@ from .base import (
     Device,
     Norm,
     batchnorm_statistics,
-    elements_per_statistic,
-    fixed_center,
     is_batchnorm,
     is_number,
-    mini_batch_statistics,
     moved,
     numbers,
     outside_inference_mode,
-    share_among_samples,
     statistics_like,
 )
-from .dispatch import Gradient, apply, compute_dtype, evaluate, fused_layout, fused_settings, measure
+from .compiled import stream_compiled
+from .dispatch import apply, compute_dtype, evaluate, fused_layout, fused_settings, fuses_compiled
 from .fused import stream_layer
-from .moments import Moments
 from .normref import NormRef
+from .rules import Call, Rules, folded, stream_gradients, stream_statistics
 from .stream import State, Stream
 from .updates import Listener, loss_scale
 
@@ -155,98 +152,72 @@ class StreamingNorm(Norm, Listener):
     def forward(self, x: Tensor, mask: Tensor | None = None, step: int = 0) -> Tensor:
         x, mask = self.enter(x, mask)
         if not self.collects:
-            mean, sigma = self.view(self.mean, self.sigma, x)
+            state = self._state if torch.compiler.is_compiling() else self._handed_out()
+            mean, sigma = self.view(state.mean, state.sigma, x)
             return self.leave(evaluate(x, mean, sigma, self.weight, self.bias, mask))
 
+        if torch.compiler.is_compiling():
+            return self.leave(self._compiled(x, mask))
         layout, settings = fused_layout(x, mask), self.fused_settings()
         if layout and settings:
             y = stream_layer(x, self.weight, self.bias, layout, settings, self.begin_call(), self.receive)
             return self.leave(y)
         self._forward_runs()
+        rules = self.rules
         with outside_inference_mode(), torch.no_grad():
-            before = self._folded(self.statistic_shape(x))
-            wide = x.to(compute_dtype(x, before.mean))
-            s = measure(wide, self.statistic, mask, lambda mean, present: self._center(mean, present, before, x))
-            after, s_hat, gradients = self._stream_statistics(before, s)
-        mean, sigma = self.view(s_hat[0], s_hat[1], x)
-        y = apply(x, self.weight, self.bias, mask, mean, sigma, s, self.statistic, gradients)
+            before = stream.bind(self._settled(), self.statistic_shape(x))
+            before = folded(rules, before) if self._marked else before
+            after, call = stream_statistics(rules, before, x.to(compute_dtype(x, before.mean)), mask)
+        y = apply(
+            x, self.weight, self.bias, mask, call.mean, call.sigma, call.own, self.statistic,
+            partial(self._stream_gradients, rules, call),
+        )  # fmt: skip
         with outside_inference_mode(), torch.no_grad():
-            if after.mean.shape != self._state.mean.shape:  # the first call binds the layer to a spatial size
-                self._state = stream.new_state(tuple(after.mean.shape), after.seen)
+            self._bind(after)
             stream.write(self._own(), after)
         self._marked = False
         return self.leave(y)
 
-    def _folded(self, shape: tuple[int, ...]) -> State:
-        """The state with a pending weight update folded in."""
-        state = stream.bind(self._settled(), shape)
-        if not self._marked:
-            return state
-        k1, k2, k3, k4 = self.kappa
-        return replace(
-            state,
-            stats=stream.fold(state.stats, state.pending, k1, k2),
-            grads=stream.fold(state.grads, state.pending, k3, k4),
-            pending=torch.zeros_like(state.pending),
-        )
+    def _compiled(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        """A training call as the compiler sees it."""
+        if self._scaler is not None:
+            raise RuntimeError(
+                "a streaming layer with a GradScaler attached cannot be compiled: detach the scaler and train in "
+                "bfloat16, or leave the model uncompiled"
+            )
+        state = self._state
+        if not state.mean.numel():
+            raise RuntimeError(
+                f"{self.ref} is bound to a spatial size by its first training call, which has to run uncompiled: call "
+                "the model once before torch.compile"
+            )
+        rules, fused = self.rules, mask is None and fuses_compiled(x, self.weight, state.mean, self.statistic)
+        return stream_compiled(x, self.weight, self.bias, mask, rules, fused, state)
 
-    def _center(self, mean: Tensor, present: Tensor | None, before: State, x: Tensor) -> Tensor:
-        """c of the p-th moment: `mean` of the references, or the running mean before this call, or 0."""
-        if self.center != "running":
-            return fixed_center(self.center, mean)
-        running, _ = self.view(before.mean, before.sigma, x)
-        if not self.warmup:
-            return running.clone()  # kept for backward, when the state has moved on
-        return torch.where(before.seen == 0, stream.layer_mean(mean, present), running)
-
-    def _stream_statistics(self, before: State, s: Moments) -> tuple[State, Tensor, Gradient]:
-        """F of the paper and the warm start: the new state, s_hat, and G for the backward pass of this call."""
-        latest = layer = absent = torch.stack([before.mean, before.sigma])
-        if self.warmup or s.present is not None:
-            layer = stream.layer_statistics(s.mean, s.sigma, s.present, self.p).to(latest.dtype)
-            layer = layer.reshape(2, *(1 for _ in before.mean.shape))
-        if s.present is not None:
-            absent = torch.where(before.seen == 0, layer, latest)
-        value, accept = mini_batch_statistics(s, absent)
-        stats = stream.push(before.stats, value, accept)
-        s_hat = stream.blend(stats, *self.alpha)
-        seen = before.seen + torch.where(accept, elements_per_statistic(s), 0).to(before.seen.dtype)
-        w = None
-        if self.warmup:
-            s_hat, w = stream.warm_start(s_hat, layer, seen, self.warmup)
-        s_hat = torch.where(accept, s_hat, latest)
-        after = replace(before, stats=stats, mean=s_hat[0], sigma=s_hat[1], seen=seen)
-        share = partial(share_among_samples, samples=s.mean.shape[0], present=s.present)
-        return after, s_hat, partial(self._stream_gradients, accept=accept, w=w, share=share)
+    def _bind(self, like: State) -> None:
+        """The first call binds a layer whose statistics have a location to a spatial size."""
+        if like.mean.shape != self._state.mean.shape:
+            self._state = stream.new_state(tuple(like.mean.shape), like.seen)
 
     def _stream_gradients(
-        self, grad_mean: Tensor, grad_sigma: Tensor, accept: Tensor, w: Tensor | None, share: Callable[[Tensor], Tensor]
+        self, rules: Rules, call: Call, grad_mean: Tensor, grad_sigma: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """G of the paper: push g = dE/ds_hat into H2, and return what flows on into S(x) in its place."""
+        """G for the backward pass of a call, into the state of the layer as it is then."""
         self._backward_runs()
         state = self._settled()
-        g = torch.stack([grad_mean, grad_sigma]).to(state.mean.dtype)
-        kept, shape = g.shape, self.ref.statistic_shape(self.num_features, tuple(g.shape[3:]))
-        g = g.reshape(2, *shape)
         scale = None if self._scaler is None else state.loss_scale
-        if scale is not None:
-            g = g / scale
+        shape = self.ref.statistic_shape(self.num_features, tuple(grad_mean.shape[2:]))
         # After a reset between forward and backward there may be no stream of this shape any more: start one.
         known = tuple(state.mean.shape) == shape
         grads = state.grads if known else stream.new_stream(shape, state.seen)
-        grads = stream.push(grads, g, accept & stream.all_finite(g))
+        grads, passed_on = stream_gradients(rules, grads, call, grad_mean, grad_sigma, scale)
         if known:
             stream.write(state, replace(state, grads=grads))
+        return passed_on
 
-        long, short, present = self.beta
-        g_hat = stream.blend(grads, long, short)
-        if present:
-            g_hat = g_hat + present * g
-        for factor in (w, scale):
-            if factor is not None:
-                g_hat = g_hat * factor
-        to_mean, to_sigma = g_hat.reshape(kept).to(grad_mean.dtype)
-        return share(to_mean), share(to_sigma)
+    @property
+    def rules(self) -> Rules:
+        return Rules(self.statistic, self.alpha, self.beta, self.kappa, self.warmup)
 
     @property
     def state(self) -> State:
@@ -271,11 +242,12 @@ class StreamingNorm(Norm, Listener):
         return fused_settings(statistic, streaming, self._state.mean, self.weight)
 
     def _mark_update(self, found_inf: Tensor | None) -> None:
-        pending = self._own().pending
-        if found_inf is None:
-            pending.fill_(True)
-        else:
-            pending.logical_or_((found_inf == 0).reshape(()).to(pending.device))
+        state = self._own()
+        for pending in (state.stats.pending, state.grads.pending):
+            if found_inf is None:
+                pending.fill_(True)
+            else:
+                pending.logical_or_((found_inf == 0).reshape(()).to(pending.device))
         if not self._marked:
             self._marked = True
 
@@ -284,7 +256,7 @@ class StreamingNorm(Norm, Listener):
         state = self._own()
         if self._scaler is not None:
             scale = loss_scale(self._scaler, state.seen)
-            skipped = (scale < state.loss_scale) & ~state.pending
+            skipped = (scale < state.loss_scale) & ~state.stats.pending
             stream.write(state, replace(state, grads=stream.drop(state.grads, skipped), loss_scale=scale))
         return state
 

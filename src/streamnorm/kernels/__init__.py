@@ -62,7 +62,7 @@ def settings_record(
     return struct.pack("2q11d", int(p), CENTERS.index(center), *alpha, *beta, *kappa, warmup, eps)
 
 
-_state_record = struct.Struct("13q")
+_state_record = struct.Struct("14q")
 
 
 def state_record(state: State) -> bytes:
@@ -77,15 +77,16 @@ def _state_addresses(state: State) -> list[int]:
         stats.short.data_ptr(),
         stats.count.data_ptr(),
         stats.empty.data_ptr(),
+        stats.pending.data_ptr(),
         grads.long.data_ptr(),
         grads.short.data_ptr(),
         grads.count.data_ptr(),
         grads.empty.data_ptr(),
+        grads.pending.data_ptr(),
         state.mean.data_ptr(),
         state.sigma.data_ptr(),
         state.seen.data_ptr(),
         state.loss_scale.data_ptr(),
-        state.pending.data_ptr(),
     ]
 
 
@@ -128,7 +129,7 @@ def layer_backward(
     _native.layer_backward(settings, state_record(state), *layout, torch.get_num_threads(), *addresses, *results)
 
 
-_norm_record = struct.Struct("15qd")
+_norm_record = struct.Struct("16qd")
 
 
 def norm_records(norms: Iterable[tuple[Tensor | None, Tensor | None, State, float]]) -> bytes:

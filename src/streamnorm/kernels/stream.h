@@ -31,8 +31,10 @@ inline float lerp(float from, float to, float share) {  // rounds as torch.lerp 
     return share < 0.5f ? from + share * (to - from) : to - (to - from) * (1 - share);
 }
 
-// A weight update: long = keep * long + take * short (the first time, short), count = 0.
+// A pending weight update: long = keep * long + take * short (the first time, short), count = 0.
 inline void fold(const Stream& s, int64_t channels, float keep, float take) {
+    if (!*s.pending) return;
+    *s.pending = false;
     if (*s.count == 0) return;
     for (int64_t i = 0; i < 2 * channels; i++)
         s.lasting[i] = *s.empty ? s.recent[i] : keep * s.lasting[i] + take * s.recent[i];
@@ -41,10 +43,8 @@ inline void fold(const Stream& s, int64_t channels, float keep, float take) {
 }
 
 inline void fold_pending(const Settings& set, const State& state, int64_t channels) {
-    if (!*state.pending) return;
     fold(state.stats, channels, (float)set.kappa[0], (float)set.kappa[1]);
     fold(state.grads, channels, (float)set.kappa[2], (float)set.kappa[3]);
-    *state.pending = false;
 }
 
 // count += 1; short += (value - short) / count, and what long and short then blend to. Without `accept` nothing is

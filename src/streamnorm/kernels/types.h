@@ -15,13 +15,12 @@ struct Stream {
     float* lasting;  // `long` of stream.py, (2, C): row 0 mean, row 1 sigma
     float* recent;   // `short`
     int64_t* count;
-    bool* empty;
+    bool *empty, *pending;
 };
 
 struct State {
     Stream stats, grads;
     float *mean, *sigma, *seen, *loss_scale;
-    bool* pending;
 };
 
 // A call of a layer. `rows`: x is (samples, channels) with `stride` from row to row; otherwise (samples, channels, space).
