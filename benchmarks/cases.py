@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from nets import LayerNormGRU, LayerNormRNN, NetB
 from torch import nn
 
 import streamnorm
@@ -14,6 +15,7 @@ from streamnorm import StreamingNorm
 
 OURS = "streamnorm"
 INPUT, HIDDEN, BATCH, STEPS = 100, 100, 32, 100  # of the recurrent cases
+SYMBOLS = 84  # of the character model
 POOL = 64  # samples to cycle through at batch size 1, where one sample alone would have no spread
 GROUPS = partial(nn.GroupNorm, 8)
 COPY = "copy + triad"
@@ -135,8 +137,8 @@ def layer_cases():
     images = ("nn.BatchNorm2d", "nn.LayerNorm", "nn.GroupNorm", "F.instance_norm", COPY)
     vectors = ("nn.BatchNorm1d", "nn.LayerNorm", COPY)
     contiguous = {
-        (32, 64, 32, 32): {"nn.BatchNorm2d": 0.55, COPY: 2.3},
-        (64, 128, 16, 16): {"nn.BatchNorm2d": 0.55, COPY: 2.3},
+        (32, 64, 32, 32): {"nn.BatchNorm2d": 0.55},
+        (64, 128, 16, 16): {"nn.BatchNorm2d": 0.55},
         (1, 64, 32, 32): {"nn.BatchNorm2d": 0.65},
     }
     for shape, targets in contiguous.items():
@@ -147,30 +149,11 @@ def layer_cases():
     for name, settings in {"p=1": {"p": 1}, "center=mean": {"center": "mean"}}.items():
         ours = partial(StreamingNorm, **settings)
         yield Case(f"layers/32x64x32x32-{name}", partial(beside, ours, ["nn.BatchNorm2d"], (32, 64, 32, 32)))
+    if fused():
+        for shape in ((32, 64, 32, 32), (64, 128, 16, 16)):
+            yield Case("kernels/" + "x".join(map(str, shape)), partial(kernels_alone, shape), {COPY: 2.3})
     yield Case("layers/128x512", partial(beside, StreamingNorm, vectors, (128, 512)), {"nn.BatchNorm1d": 0.8})
     yield Case("layers/1x512", partial(beside, StreamingNorm, vectors, (1, 512)), more=300)
-
-
-class NetB(nn.Module):
-    """A small residual network for CIFAR's size: two blocks with a transition between them."""
-
-    def __init__(self, norm, width=64):
-        super().__init__()
-        self.stem = nn.Conv2d(3, width, 3, padding=1)
-        self.first, self.second = self.block(norm, width), self.block(norm, width)
-        down = nn.Conv2d(width, width, 3, stride=2, padding=1)
-        self.transition = nn.Sequential(norm(width), nn.ReLU(), down)
-        self.head = nn.Sequential(norm(width), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 10))
-
-    @staticmethod
-    def block(norm, width):
-        half = [(norm(width), nn.ReLU(), nn.Conv2d(width, width, 3, padding=1)) for _ in range(2)]
-        return nn.Sequential(*half[0], *half[1])
-
-    def forward(self, x):
-        h = self.stem(x)
-        h = self.transition(h + self.first(h))
-        return self.head(h + self.second(h))
 
 
 def net_b():
@@ -191,54 +174,63 @@ def net_a():
     return {name: lambda norm=norm: training_step(model(norm), x, target, 0.0) for name, norm in norms.items()}
 
 
-class LayerNormRNN(nn.Module):
-    """h_t = tanh(LN(W_x x_t) + LN(W_h h_{t-1})). The input's side needs no loop: a layer norm looks at one row."""
-
-    def __init__(self, size, hidden):
-        super().__init__()
-        self.of_x, self.of_h = nn.Linear(size, hidden, bias=False), nn.Linear(hidden, hidden, bias=False)
-        self.norm_x, self.norm_h = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
-
-    def forward(self, x):
-        h, outputs = x.new_zeros(x.shape[1], self.of_h.out_features), []
-        for product in self.norm_x(self.of_x(x)).unbind():
-            h = torch.tanh(product + self.norm_h(self.of_h(h)))
-            outputs.append(h)
-        return torch.stack(outputs)
-
-
-class LayerNormGRU(nn.Module):
-    """The equations of `streamnorm.GRU` with layer norms."""
-
-    def __init__(self, size, hidden):
-        super().__init__()
-        self.of_x = nn.Linear(size, 3 * hidden, bias=False)
-        self.gates, self.new = nn.Linear(hidden, 2 * hidden, bias=False), nn.Linear(hidden, hidden, bias=False)
-        self.norms_x, self.norms_h = (nn.ModuleList(nn.LayerNorm(hidden) for _ in range(3)) for _ in range(2))
-
-    def forward(self, x):
-        products = [norm(gate).unbind() for norm, gate in zip(self.norms_x, self.of_x(x).chunk(3, -1), strict=True)]
-        norm_r, norm_z, norm_new = self.norms_h
-        h, outputs = x.new_zeros(x.shape[1], self.new.out_features), []
-        for of_r, of_z, of_new in zip(*products, strict=True):
-            h_r, h_z = self.gates(h).chunk(2, -1)
-            r, z = torch.sigmoid(of_r + norm_r(h_r)), torch.sigmoid(of_z + norm_z(h_z))
-            h = z * torch.tanh(of_new + norm_new(self.new(h * r))) + (1 - z) * h
-            outputs.append(h)
-        return torch.stack(outputs)
-
-
 def sequence(steps):
     return torch.randn(steps, BATCH, INPUT, requires_grad=True), torch.randn(steps, BATCH, HIDDEN)
 
 
 def recurrent(kind, loop):
     x, dy = sequence(STEPS)
-    layers = {OURS: getattr(streamnorm, kind), f"torch.nn.{kind}": getattr(nn, kind), "LayerNorm loop": loop}
+    layers = {
+        OURS: getattr(streamnorm, kind),
+        f"torch.nn.{kind}": getattr(nn, kind),
+        "LayerNorm loop": loop,
+        "LayerNorm loop, input ahead": partial(loop, ahead=True),
+    }
     runs = {name: lambda make=make: forward_backward(make(INPUT, HIDDEN), x, dy) for name, make in layers.items()}
     if fused():
         runs["our plain path"] = lambda: plain_path(runs[OURS]())
     return runs
+
+
+def characters():
+    """One-hot input of a character model: indices for us, which torch.nn does not take."""
+    indices, dy = torch.randint(SYMBOLS, (STEPS, BATCH)), torch.randn(STEPS, BATCH, HIDDEN)
+    vectors = F.one_hot(indices, SYMBOLS).float()
+    return {
+        OURS: lambda: forward_backward(streamnorm.GRU(SYMBOLS, HIDDEN), indices, dy),
+        "torch.nn.GRU": lambda: forward_backward(nn.GRU(SYMBOLS, HIDDEN), vectors, dy),
+    }
+
+
+def kernels_alone(shape):
+    """The kernels by themselves, between tensors that are there already."""
+    from streamnorm import fused as functions
+    from streamnorm import kernels
+
+    (x, dy), layer = tensors(shape), StreamingNorm(shape[1], warmup=1)
+    layer(x)
+    x, y, dx, kept = x.detach(), torch.empty(shape), torch.empty(shape), torch.empty(5 * shape[1] + 2)
+    sums, settings, layout = torch.empty(2, shape[1]), layer.fused_settings(), functions.layout_of(x)
+    fixed = settings, kernels.state_record(layer.begin_call()), layout, x, layer.weight
+
+    def call():
+        kernels.layer_forward(*fixed, layer.bias, kept, y)
+        kernels.layer_backward(*fixed, kept, dy, 1.0, (dx, *sums))
+
+    return {OURS: lambda: Run(call), COPY: lambda: copy_triad(x, dy)}
+
+
+def net_b_compiled():
+    x, target = torch.randn(1, 32, 3, 32, 32), torch.randint(10, (1, 32))
+
+    def step(norm):
+        return training_step(torch.compile(NetB(norm), fullgraph=True), x, target, 0.9)
+
+    return {
+        OURS: lambda: step(StreamingNorm),
+        "nn.BatchNorm2d, compiled": lambda: step(nn.BatchNorm2d),
+        "ours, not compiled": lambda: training_step(NetB(StreamingNorm), x, target, 0.9),
+    }
 
 
 def growth_of_layers(shapes):
@@ -272,8 +264,10 @@ def growth_cases():
 CASES = [
     *layer_cases(),
     Case("net_b/batch32", net_b, {"nn.BatchNorm2d": 1.0}),
+    Case("compiled/net_b", net_b_compiled),
     Case("recurrent/RNN", partial(recurrent, "RNN", LayerNormRNN)),
     Case("recurrent/GRU", partial(recurrent, "GRU", LayerNormGRU), {"torch.nn.GRU": 0.5, "LayerNorm loop": 0.2}),
+    Case("recurrent/GRU-one_hot", characters, {"torch.nn.GRU": 0.5}),
     Case("net_a/batch1", net_a, {"nn.LayerNorm": 1.15}, more=300),
     Case(
         "memory/32x64x32x32",

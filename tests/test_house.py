@@ -15,6 +15,7 @@ FLOORS = [
     {"fused"},
     {"dispatch", "updates"},
     {"base", "compiled"},
+    {"stateful"},
     {"layers", "streaming", "optim"},
     {"recurrence"},
     {"cells"},

@@ -576,7 +576,8 @@ def test_dropout_acts_between_layers():
 x = torch.randn(6, 4, 3)
 BAD_CALLS = [
     (x[..., :2], {}, ValueError, "has 2 features, not 3"),
-    (x.long(), {}, TypeError, "torch.int64"),
+    (x.long(), {}, ValueError, r"indices of shape \(6, 4, 3\)"),
+    (x.bool(), {}, TypeError, "torch.bool"),
     ("text", {}, TypeError, "input is str"),
     (torch.randn(2, 6, 4, 3), {}, ValueError, r"expected \(T, N, features\)"),
     (torch.randn(0, 4, 3), {}, ValueError, "0 timesteps"),

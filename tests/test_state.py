@@ -57,9 +57,9 @@ def test_resuming_gives_the_same_bits(code, stop):
 def test_the_state_is_outside_the_buffers_and_whole():
     layer = StreamingNorm(3)
     assert list(layer.buffers()) == []
-    parts = {f"{s}_{part}" for s in ("stats", "grads") for part in ("long", "short", "count", "empty")}
-    assert set(layer.state_dict()) == {"weight", "bias", "mean", "sigma", "seen", "pending", "loss_scale"} | parts
-    assert layer.state_dict()._metadata[""]["version"] == 1
+    parts = {f"{s}_{part}" for s in ("stats", "grads") for part in ("long", "short", "count", "empty", "pending")}
+    assert set(layer.state_dict()) == {"weight", "bias", "mean", "sigma", "seen", "loss_scale"} | parts
+    assert layer.state_dict()._metadata[""]["version"] == 2
     assert layer.stats.count.dtype == torch.int64
     assert layer.stats.count.shape == ()
 
@@ -74,6 +74,21 @@ def test_the_shape_of_statistics(code, shape):
     assert layer.mean.shape == layer.sigma.shape == shape
     for stream in (layer.stats, layer.grads):
         assert stream.long.shape == stream.short.shape == (2, *shape)
+
+
+def test_states_of_version_1_load():
+    layer = StreamingNorm(3)
+    layer(torch.randn(4, 3)).sum().backward()
+    layer.weights_updated()
+    old = layer.state_dict()
+    old["pending"] = old.pop("stats_pending")
+    del old["grads_pending"]
+    old._metadata[""]["version"] = 1
+    loaded = StreamingNorm(3)
+    assert loaded.load_state_dict(old) == ([], [])
+    x = torch.randn(4, 3)
+    assert torch.equal(loaded(x), layer(x))
+    assert torch.equal(loaded.grads.long, layer.grads.long)
 
 
 def test_a_saved_state_is_a_snapshot():
@@ -303,7 +318,7 @@ def test_loading_reports_what_does_not_fit():
         StreamingNorm(3).load_state_dict({k: v for k, v in state.items() if k != "grads_short"})
     with pytest.raises(RuntimeError, match=r"Unexpected key.*stray"):
         StreamingNorm(3).load_state_dict({**state, "stray": torch.zeros(1)})
-    state._metadata[""]["version"] = 2
+    state._metadata[""]["version"] = 3
     with pytest.raises(RuntimeError, match="newer streamnorm"):
         StreamingNorm(3).load_state_dict(state)
 
@@ -393,7 +408,7 @@ def test_a_newer_state_is_refused_whole():
     layer, newer = StreamingNorm(3), StreamingNorm(3)
     nn.init.zeros_(newer.weight)
     state = newer.state_dict()
-    state._metadata[""]["version"] = 2
+    state._metadata[""]["version"] = 3
     with pytest.raises(RuntimeError, match="newer streamnorm"):
         layer.load_state_dict(state)
     assert (layer.weight == 1).all()

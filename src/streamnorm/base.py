@@ -156,7 +156,8 @@ class Norm(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
-        return {key: value for key, value in state.items() if key != "_paused"}  # a copy is not paused
+        # A copy is not paused, and knows no addresses of the original.
+        return {key: value for key, value in state.items() if key not in ("_paused", "_known")}
 
 
 def new_affine(num_features: int, device: Device, dtype: torch.dtype | None) -> tuple[nn.Parameter, nn.Parameter]:

@@ -25,7 +25,7 @@ _SETTINGS = (
     "bool samples, str channels, str space, float p, str center, float eps, "
     "float[] alpha, float[] beta, float[] kappa, float warmup, bool fused"
 )
-_LIBRARY = torch.library.Library("streamnorm", "DEF")
+_LIBRARY: Any = torch.library.Library("streamnorm", "DEF")  # type: ignore[no-untyped-call]
 _LIBRARY.define(
     f"forward_(Tensor x, Tensor? weight, Tensor? bias, Tensor? mask, {_SETTINGS}, Tensor(a!) long, Tensor(b!) short, "
     "Tensor(c!) count, Tensor(d!) empty, Tensor(e!) pending, Tensor(f!) mean, Tensor(g!) sigma, Tensor(h!) seen) "
@@ -71,7 +71,7 @@ class _Compiled(torch.autograd.Function):
 
 def _rules(samples: bool, channels: str, space: str, p: float, center: str, eps: float, *streaming: Any) -> Rules:
     alpha, beta, kappa, warmup = streaming
-    ref = NormRef(samples, channels, space if space == "all" else int(space))
+    ref = NormRef(samples, cast(Any, channels), "all" if space == "all" else int(space))
     return Rules(Statistic(ref, p, center, eps), tuple(alpha), tuple(beta), tuple(kappa), warmup)
 
 
@@ -91,7 +91,9 @@ def _forward(
     if fused:
         x = _readable(x)
         y, kept = torch.empty_like(x), x.new_empty(5 * x.shape[1] + 2)
-        kernels.layer_forward(_record(rules), state, cast(Layout, layout_of(x)), x, weight, bias, kept, y)
+        kernels.layer_forward(
+            _record(rules), kernels.state_record(state), cast(Layout, layout_of(x)), x, weight, bias, kept, y
+        )
         return y, kept
     after, call = stream_statistics(rules, folded(rules, state), x.to(compute_dtype(x, mean)), mask)
     y = evaluate(x, call.mean, call.sigma, weight, bias, mask)
@@ -110,7 +112,7 @@ def _backward(
         _write(h2, grads)
         x = _readable(x)
         seen = long.new_zeros(())
-        state = State(h2, h2, long, long, seen, seen)  # only H2 is used
+        state = kernels.state_record(State(h2, h2, long, long, seen, seen))  # only H2 is used
         dx = torch.empty_like(x)
         sums = x.new_empty(x.shape[1]), x.new_empty(x.shape[1])
         dy = as_laid_out(dy, dx.stride())
@@ -163,7 +165,7 @@ def _pack(call: Call) -> Tensor:
 
 def _unpack(kept: Tensor, x: Tensor, rules: Rules, masked: bool) -> Call:
     hat, own = _shapes(x, rules)
-    parts = kept.split([prod(own)] * 5 + [prod(hat)] * 2 + [1, 1])
+    parts = torch.split(kept, [prod(own)] * 5 + [prod(hat)] * 2 + [1, 1])
     mean, sigma, center, elements, present = (part.reshape(own) for part in parts[:5])
     accept, w = (part.reshape(()) for part in parts[7:])
     moments = Moments(mean, sigma, center, elements, present.bool() if masked else None)

@@ -26,7 +26,7 @@ Gradient = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 def fused_layout(x: Tensor, mask: Tensor | None) -> Layout | None:
     """How the kernels read the input of a call; None where they cannot: that is a matter for the plain path."""
-    return layout_of(x) if mask is None and kernels.available() and _is_plain_float32(x) else None
+    return layout_of(x) if mask is None and kernels.available() and is_plain_float32(x) else None
 
 
 @lru_cache(maxsize=256)
@@ -44,7 +44,7 @@ def fused_settings(
 
     `statistic`: the fields of a Statistic; `streaming`: alpha, beta, kappa and warmup.
     """
-    if _is_plain_float32(stored) and (weight is None or _is_plain_float32(weight)):
+    if is_plain_float32(stored) and (weight is None or is_plain_float32(weight)):
         return _fused_settings(statistic, streaming)
     return None
 
@@ -58,10 +58,10 @@ def fuses_compiled(x: Tensor, weight: Tensor | None, stored: Tensor, statistic: 
 
 def fuses_sequence(*tensors: Tensor) -> bool:
     """Whether the kernels take these tensors of a recurrent layer."""
-    return kernels.available() and all(_is_plain_float32(t) and t.is_contiguous() for t in tensors)
+    return kernels.available() and all(is_plain_float32(t) and t.is_contiguous() for t in tensors)
 
 
-def _is_plain_float32(tensor: Tensor) -> bool:
+def is_plain_float32(tensor: Tensor) -> bool:
     return tensor.dtype == torch.float32 and tensor.is_cpu and type(tensor) in (Tensor, Parameter)
 
 

@@ -11,8 +11,17 @@ from . import kernels
 from .kernels import Layout
 from .stream import State, from_dict, to_dict, write
 
-# Called in backward: the state that gradients are streamed into, and the scale of the loss.
-Receiver = Callable[[], tuple[State, float]]
+# Called in backward: the state that gradients are streamed into, its record if that is known, the scale of the loss.
+Receiver = Callable[[], tuple[State, bytes | None, float]]
+
+
+class LayerCall(NamedTuple):
+    """A training call of a layer, apart from its tensors. `record`: of the state, which is written to."""
+
+    layout: Layout
+    settings: bytes
+    record: bytes
+    receiver: Receiver
 
 
 def layout_of(x: Tensor) -> Layout | None:
@@ -26,30 +35,21 @@ def layout_of(x: Tensor) -> Layout | None:
     return (1, samples * space, channels, 1, channels) if x.movedim(1, -1).is_contiguous() else None
 
 
-def stream_layer(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    layout: Layout,
-    settings: bytes,
-    state: State,
-    receiver: Receiver,
-) -> Tensor:
-    """A training call of StreamingNorm: `state` is written to, `receiver` is asked in backward."""
-    return cast(Tensor, _StreamLayer.apply(x, weight, bias, layout, settings, state, receiver))  # type: ignore[no-untyped-call]
+def stream_layer(x: Tensor, weight: Tensor | None, bias: Tensor | None, call: LayerCall) -> Tensor:
+    """A training call of StreamingNorm."""
+    return cast(Tensor, _StreamLayer.apply(x, weight, bias, call))  # type: ignore[no-untyped-call]
 
 
 class _StreamLayer(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Any, bias: Any, layout: Layout, settings: bytes, state: State, receiver: Receiver
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Any, bias: Any, call: LayerCall) -> Tensor:
+        layout, settings, record, _ = call
         y = torch.empty_like(x)
-        if not y.is_contiguous() and x.ndim == 2:
+        if layout[0] and not y.is_contiguous() and x.ndim == 2:
             y = x.new_empty(x.shape)
         kept = torch.empty(5 * layout[2] + 2, dtype=torch.float32)
-        kernels.layer_forward(settings, state, layout, x, weight, bias, kept, y)
-        ctx.call = layout, settings, receiver, y.stride()
+        kernels.layer_forward(settings, record, layout, x, weight, bias, kept, y)
+        ctx.call, ctx.strides = call, y.stride()
         ctx.save_for_backward(x, weight, kept)
         return y
 
@@ -57,17 +57,21 @@ class _StreamLayer(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative()
         x, weight, kept = ctx.saved_tensors
-        layout, settings, receiver, strides = ctx.call
-        dy = as_laid_out(dy, strides)
-        needs_x, needs_gain, needs_bias, *_ = ctx.needs_input_grad
+        layout, settings, _, receiver = ctx.call
+        dy = as_laid_out(dy, ctx.strides)
+        needs_x, needs_gain, needs_bias, _ = ctx.needs_input_grad
         dx = torch.empty_like(dy) if needs_x else None
-        dgain, dbias = (torch.empty(layout[2], dtype=torch.float32) for _ in range(2))
-        state, scale = receiver()
-        narrow = as_float32(state)
-        kernels.layer_backward(settings, narrow, layout, x, weight, kept, dy, scale, (dx, dgain, dbias))
+        dgain = torch.empty(layout[2], dtype=torch.float32)
+        dbias = torch.empty(layout[2], dtype=torch.float32)
+        state, record, scale = receiver()
+        narrow = state
+        if record is None:
+            narrow = as_float32(state)
+            record = kernels.state_record(narrow)
+        kernels.layer_backward(settings, record, layout, x, weight, kept, dy, scale, (dx, dgain, dbias))
         if narrow is not state:
             write(state, narrow)
-        return dx, dgain if needs_gain else None, dbias if needs_bias else None, None, None, None, None
+        return dx, dgain if needs_gain else None, dbias if needs_bias else None, None
 
 
 class SequencePlan(NamedTuple):
@@ -118,13 +122,13 @@ class _StreamSequence(torch.autograd.Function):
         products, start, weight, recurrent, before, inner = saved
         affine, hidden = ctx.saved_tensors[8:], weight.shape[1]
         received = [receive() for receive in plan.receivers]
-        narrow = [(as_float32(state), scale) for state, scale in received]
+        narrow = [(as_float32(state), scale) for state, _, scale in received]
         dproducts, drecurrent, dstart = map(torch.empty_like, (products, recurrent, start))
         sums = weight.new_empty((2 * plan.gates, 2, hidden))
         doutput, dfinal = as_laid_out(doutput, output.stride()), as_laid_out(dfinal, start.stride())
         fixed = _sequence_arguments(plan, hidden, affine, narrow)
         kernels.sequence_backward(fixed, (*saved, kept, output, doutput, dfinal, dproducts, drecurrent, dstart, sums))
-        for (state, _), (copy, _) in zip(received, narrow, strict=True):
+        for (state, *_), (copy, _) in zip(received, narrow, strict=True):
             if copy is not state:
                 write(state, copy)
 

@@ -214,12 +214,14 @@ def run_packed(
     the loop, which rules out second derivatives. Returns the packed outputs, and the state of each sample after its own
     last step.
     """
-    norms = _fused(gates, products, start)
+    # The compiler unrolls the loop; each norm is an operator to it.
+    compiling = torch.compiler.is_compiling()
+    norms = None if compiling else _fused(gates, products, start)
     if norms:
         return _run_fused(gates, norms, products, sizes, start[0], f, reverse)
     steps = range(len(sizes))
     inputs = torch.split(products, list(sizes))
-    late = late and torch.is_grad_enabled() and gates.weights[0].requires_grad
+    late = late and not compiling and torch.is_grad_enabled() and gates.weights[0].requires_grad
     used: list[list[Any]] = [[None] * len(sizes) for _ in gates.weights]
     zeros = [_late_zeros(gates, group, used[group], products, sizes) if late else () for group in range(len(used))]
     outputs: list[Any] = [None] * len(sizes)

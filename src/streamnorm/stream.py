@@ -5,6 +5,7 @@ H1 (statistics) and H2 (their gradients) are two `Stream`s. The rules are pure f
 """
 
 from dataclasses import dataclass, fields, replace
+
 import torch
 from torch import Tensor
 

@@ -3,34 +3,33 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import stream
-from .base import (
-    BATCHNORM_KEYS,
-    Device,
-    Norm,
-    batchnorm_statistics,
-    is_batchnorm,
-    is_number,
-    moved,
-    numbers,
-    outside_inference_mode,
-    statistics_like,
-)
+from . import kernels, stream
+from .base import Device, is_number, numbers, outside_inference_mode
 from .compiled import stream_compiled
-from .dispatch import apply, compute_dtype, evaluate, fused_layout, fused_settings, fuses_compiled
-from .fused import stream_layer
+from .dispatch import (
+    apply,
+    compute_dtype,
+    evaluate,
+    fused_layout,
+    fused_settings,
+    fuses_compiled,
+    is_plain_float32,
+)
+from .fused import LayerCall, stream_layer
+from .kernels import state_record
 from .normref import NormRef
 from .rules import Call, Rules, folded, stream_gradients, stream_statistics
-from .stream import State, Stream
-from .updates import Listener, loss_scale
+from .stateful import Stateful
+from .stream import State
+
+NOTHING = (None, None, None)
 
 
-class StreamingNorm(Norm, Listener):
+class StreamingNorm(Stateful):
     """Streaming Normalization: statistics of everything seen so far, for any batch size, one included.
 
     Training: fold if the weights were updated since the last call; s = S(x) is pushed into H1; s_hat = alpha1 * long
@@ -52,11 +51,6 @@ class StreamingNorm(Norm, Listener):
     >>> norm.stats.long.shape, int(norm.stats.count)
     (torch.Size([2, 3]), 1)
     """
-
-    _version = 1
-    _state: State
-    _marked = False  # a weight update may be pending; spares calls that cannot have one the work of a fold
-    _shared = False  # somebody may hold the tensors of the state: they are not written to any more
 
     def __init__(
         self,
@@ -98,85 +92,51 @@ class StreamingNorm(Norm, Listener):
         )
         self.warmup = warmup
         self.process_group = process_group
-        self._state = stream.new_state(self.initial_shape(), statistics_like(device, dtype))
+        self._begin(device, dtype)
 
     @property
     def collects(self) -> bool:
         return self.training and not self._paused
 
-    @property
-    def stored(self) -> Tensor:
-        return self._state.mean
-
-    @property
-    def mean(self) -> Tensor:
-        return self._handed_out().mean
-
-    @property
-    def sigma(self) -> Tensor:
-        return self._handed_out().sigma
-
-    @property
-    def stats(self) -> Stream:
-        """H1: the streams of mean (row 0) and sigma (row 1)."""
-        return self._handed_out().stats
-
-    @property
-    def grads(self) -> Stream:
-        """H2: the streams of dE/dmean and dE/dsigma."""
-        self._settled()
-        return self._handed_out().grads
-
-    def _handed_out(self) -> State:
-        """The state for somebody to keep: what was read never changes under the reader's hands."""
-        self._shared = True
-        return self._state
-
-    def _own(self) -> State:
-        """The state for writing into."""
-        if self._shared:
-            with outside_inference_mode():
-                self._state = stream.copied(self._state)
-            self._shared = False
-        return self._state
-
-    def reset_running_stats(self) -> None:
-        """Forget everything: statistics, their gradients, and the spatial size that they are bound to."""
-        self._state = stream.new_state(self.initial_shape(), self._state.seen)
-
-    def reset_gradients(self) -> None:
-        """Forget the streamed gradients, for a new loss or a new scale of it."""
-        shape, like = tuple(self._state.mean.shape), self._state.seen
-        self._state = replace(self._state, grads=stream.new_stream(shape, like), loss_scale=torch.zeros_like(like))
-
     def forward(self, x: Tensor, mask: Tensor | None = None, step: int = 0) -> Tensor:
+        compiling = torch.compiler.is_compiling()
+        again = None if compiling or mask is not None else self._as_before(x)
+        if again is not None:
+            return stream_layer(x, self.weight, self.bias, again)
         x, mask = self.enter(x, mask)
         if not self.collects:
-            state = self._state if torch.compiler.is_compiling() else self._handed_out()
+            state = self._state if compiling else self._handed_out()
             mean, sigma = self.view(state.mean, state.sigma, x)
             return self.leave(evaluate(x, mean, sigma, self.weight, self.bias, mask))
 
-        if torch.compiler.is_compiling():
+        if compiling:
             return self.leave(self._compiled(x, mask))
         layout, settings = fused_layout(x, mask), self.fused_settings()
         if layout and settings:
-            y = stream_layer(x, self.weight, self.bias, layout, settings, self.begin_call(), self.receive)
-            return self.leave(y)
+            call = LayerCall(layout, settings, state_record(self.begin_call()), self.receive)
+            if self.channel_dim == 1 and self._scaler is None:
+                self.__dict__["_known"] = x.shape, x.stride(), call
+            return self.leave(stream_layer(x, self.weight, self.bias, call))
         self._forward_runs()
         rules = self.rules
         with outside_inference_mode(), torch.no_grad():
             before = stream.bind(self._settled(), self.statistic_shape(x))
             before = folded(rules, before) if self._marked else before
-            after, call = stream_statistics(rules, before, x.to(compute_dtype(x, before.mean)), mask)
-        y = apply(
-            x, self.weight, self.bias, mask, call.mean, call.sigma, call.own, self.statistic,
-            partial(self._stream_gradients, rules, call),
-        )  # fmt: skip
+            after, kept = stream_statistics(rules, before, x.to(compute_dtype(x, before.mean)), mask)
+        gradients = partial(self._stream_gradients, rules, kept)
+        y = apply(x, self.weight, self.bias, mask, kept.mean, kept.sigma, kept.own, self.statistic, gradients)
         with outside_inference_mode(), torch.no_grad():
             self._bind(after)
             stream.write(self._own(), after)
         self._marked = False
         return self.leave(y)
+
+    def _as_before(self, x: Tensor) -> LayerCall | None:
+        """The last fused call, if nothing about the layer or its input is new: its checks need no repeating then."""
+        shape, stride, call = self.__dict__.get("_known", NOTHING)
+        if x.shape != shape or x.stride() != stride or not is_plain_float32(x) or not kernels.available():
+            return None
+        return call if self.weight is None or is_plain_float32(self.weight) else None
 
     def _compiled(self, x: Tensor, mask: Tensor | None) -> Tensor:
         """A training call as the compiler sees it."""
@@ -219,120 +179,25 @@ class StreamingNorm(Norm, Listener):
     def rules(self) -> Rules:
         return Rules(self.statistic, self.alpha, self.beta, self.kappa, self.warmup)
 
-    @property
-    def state(self) -> State:
-        """All state, as it is."""
-        return self._state
-
     def begin_call(self) -> State:
         """What a fused training call streams its statistics into."""
         self._forward_runs()
         return self._settled()
 
-    def receive(self) -> tuple[State, float]:
-        """What the backward pass of a fused call streams its gradients into, and the scale of the loss."""
+    def receive(self) -> tuple[State, bytes | None, float]:
+        """What the backward pass of a fused call streams its gradients into: state, its record, scale of the loss."""
         self._backward_runs()
+        known = self.__dict__.get("_known")
+        if known is not None:
+            return self._state, known[2].record, 1.0
         state = self._settled()
-        return state, 1.0 if self._scaler is None else float(state.loss_scale)
+        return state, None, 1.0 if self._scaler is None else float(state.loss_scale)
 
     def fused_settings(self) -> bytes | None:
         """The settings for the kernels; None where they do not serve this layer."""
         statistic = self.ref, self.p, self.center, self.eps
         streaming = self.alpha, self.beta, self.kappa, self.warmup
         return fused_settings(statistic, streaming, self._state.mean, self.weight)
-
-    def _mark_update(self, found_inf: Tensor | None) -> None:
-        state = self._own()
-        for pending in (state.stats.pending, state.grads.pending):
-            if found_inf is None:
-                pending.fill_(True)
-            else:
-                pending.logical_or_((found_inf == 0).reshape(()).to(pending.device))
-        if not self._marked:
-            self._marked = True
-
-    def _settled(self) -> State:
-        """The state, after dropping the gradients of a step that the scaler skipped: it lowers its scale then."""
-        state = self._own()
-        if self._scaler is not None:
-            scale = loss_scale(self._scaler, state.seen)
-            skipped = (scale < state.loss_scale) & ~state.stats.pending
-            stream.write(state, replace(state, grads=stream.drop(state.grads, skipped), loss_scale=scale))
-        return state
-
-    def _apply(self, fn: Any, recurse: bool = True) -> "StreamingNorm":
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self._state = stream.from_dict({k: moved(tensor, fn) for k, tensor in stream.to_dict(self._state).items()})
-        return self
-
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        self._settled()
-        for name, tensor in stream.to_dict(self._handed_out()).items():
-            destination[prefix + name] = tensor
-        self._marked = True  # the pending mark may be written to through what was handed out
-
-    def _load_from_state_dict(
-        self,
-        state_dict: Any,
-        prefix: str,
-        local_metadata: Any,
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        names = stream.to_dict(self._state).keys()
-        ours = {name: state_dict[prefix + name] for name in names if prefix + name in state_dict}
-        if ours and (local_metadata.get("version") or self._version) > self._version:
-            error_msgs.append(f"{prefix}* was saved by a newer streamnorm (state version {local_metadata['version']})")
-            return
-        foreign = BATCHNORM_KEYS if is_batchnorm(state_dict, prefix) and not ours else ()
-        others = {k: v for k, v in state_dict.items() if k.removeprefix(prefix) not in (*names, *foreign)}
-        super()._load_from_state_dict(others, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
-        if foreign:
-            self._load_batchnorm(batchnorm_statistics(state_dict, prefix, self.eps), prefix, error_msgs)
-        elif len(ours) < len(names):
-            missing_keys.extend(prefix + name for name in names if name not in ours)
-        else:
-            self._load_state(ours, prefix, local_metadata.get("assign_to_params_buffers", False), error_msgs)
-
-    def _load_state(self, loaded: dict[str, Tensor], prefix: str, assign: bool, error_msgs: list[str]) -> None:
-        shape = loaded["mean"].shape
-        template = stream.to_dict(stream.new_state(tuple(shape), self._state.seen))
-        legal = self.can_hold(shape)
-        wrong = [name for name, like in template.items() if not legal or loaded[name].shape != like.shape]
-        error_msgs.extend(
-            f"size mismatch for {prefix}{name}: the checkpoint has {tuple(loaded[name].shape)}, which does not fit "
-            f"{self.num_features} channels, {self.ref} and present statistics of shape {tuple(self.mean.shape)}"
-            for name in wrong
-        )
-        if not wrong:
-            device = None if assign else self._state.seen.device
-            self._state = stream.from_dict(
-                {
-                    name: loaded[name].detach().to(device=device, dtype=like.dtype, copy=True)
-                    for name, like in template.items()
-                }
-            )
-            self._marked = True
-
-    def _load_batchnorm(self, statistics: tuple[Tensor, Tensor] | None, prefix: str, error_msgs: list[str]) -> None:
-        """Start the streams from a trained `nn.BatchNorm`, without a warm-up; from nothing if it never saw data."""
-        fresh = stream.new_state(self.initial_shape(), self._state.seen)
-        if statistics is None:
-            self._state = fresh
-            return
-        both = torch.stack([value.detach().to(self.mean) for value in statistics])
-        if both.shape[1:] != self.mean.shape or self.ref.located:
-            error_msgs.append(
-                f"{prefix}running_mean of shape {tuple(both.shape[1:])} is per channel, the statistics of {self.ref} "
-                f"have shape {tuple(self.mean.shape)}: load an nn.BatchNorm into BA1 or SP2 with as many channels"
-            )
-            return
-        stats = replace(fresh.stats, long=both, short=both.clone(), empty=torch.zeros_like(fresh.stats.empty))
-        mean, sigma = both[0].clone(), both[1].clone()
-        self._state = replace(fresh, stats=stats, mean=mean, sigma=sigma, seen=fresh.seen + max(self.warmup, 1.0))
 
     def extra_repr(self) -> str:
         return self.settings(alpha=self.alpha, beta=self.beta, kappa=self.kappa, warmup=self.warmup)

@@ -89,7 +89,9 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         return
     owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for layer in list(_listeners):
-        if any(id(p) in owned for p in layer._parameters.values()):
+        # `parameters()` is slow, and only needed where a parametrization put them into submodules.
+        own = layer.parameters() if layer._modules else layer._parameters.values()
+        if any(id(p) in owned for p in own):
             layer._hear(_found_inf(optimizer))
 
 

@@ -99,7 +99,7 @@ Layout = tuple[int, int, int, int, int]  # rows, samples, channels, space, strid
 
 def layer_forward(
     settings: bytes,
-    state: State,
+    state: bytes,
     layout: Layout,
     x: Tensor,
     weight: Tensor | None,
@@ -108,12 +108,12 @@ def layer_forward(
     y: Tensor,
 ) -> None:
     addresses = x.data_ptr(), address(weight), address(bias), kept.data_ptr(), y.data_ptr()
-    _native.layer_forward(settings, state_record(state), *layout, torch.get_num_threads(), *addresses)
+    _native.layer_forward(settings, state, *layout, torch.get_num_threads(), *addresses)
 
 
 def layer_backward(
     settings: bytes,
-    state: State,
+    state: bytes,
     layout: Layout,
     x: Tensor,
     weight: Tensor | None,
@@ -126,7 +126,7 @@ def layer_backward(
     dx, dgain, dbias = out
     addresses = x.data_ptr(), address(weight), 0, kept.data_ptr(), dy.data_ptr(), scale
     results = address(dx), dgain.data_ptr(), dbias.data_ptr()
-    _native.layer_backward(settings, state_record(state), *layout, torch.get_num_threads(), *addresses, *results)
+    _native.layer_backward(settings, state, *layout, torch.get_num_threads(), *addresses, *results)
 
 
 _norm_record = struct.Struct("16qd")

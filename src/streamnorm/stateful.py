@@ -1,0 +1,185 @@
+"""A norm that keeps streams: its state, who may hold it, how it hears of updates, how it is saved and loaded."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import stream
+from .base import (
+    BATCHNORM_KEYS,
+    Device,
+    Norm,
+    batchnorm_statistics,
+    is_batchnorm,
+    moved,
+    outside_inference_mode,
+    statistics_like,
+)
+from .stream import State, Stream
+from .updates import Listener, loss_scale
+
+
+class Stateful(Norm, Listener):
+    """Base of StreamingNorm. The state is written in place, except that what was handed out never changes."""
+
+    warmup: float
+    _version = 2
+    _state: State
+    _marked = False  # a weight update may be pending; spares calls that cannot have one the work of a fold
+    _shared = False  # somebody may hold the tensors of the state: they are not written to any more
+
+    def _begin(self, device: Device, dtype: torch.dtype | None) -> None:
+        self._state = stream.new_state(self.initial_shape(), statistics_like(device, dtype))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self.__dict__.pop("_known", None)  # how the last call was served: something is new now
+        super().__setattr__(name, value)
+
+    @property
+    def state(self) -> State:
+        """All state, as it is."""
+        return self._state
+
+    @property
+    def stored(self) -> Tensor:
+        return self._state.mean
+
+    @property
+    def mean(self) -> Tensor:
+        return self._handed_out().mean
+
+    @property
+    def sigma(self) -> Tensor:
+        return self._handed_out().sigma
+
+    @property
+    def stats(self) -> Stream:
+        """H1: the streams of mean (row 0) and sigma (row 1)."""
+        return self._handed_out().stats
+
+    @property
+    def grads(self) -> Stream:
+        """H2: the streams of dE/dmean and dE/dsigma."""
+        self._settled()
+        return self._handed_out().grads
+
+    def _handed_out(self) -> State:
+        """The state for somebody to keep: what was read never changes under the reader's hands."""
+        self._shared = True
+        return self._state
+
+    def _own(self) -> State:
+        """The state for writing into."""
+        if self._shared:
+            with outside_inference_mode():
+                self._state = stream.copied(self._state)
+            self._shared = False
+        return self._state
+
+    def reset_running_stats(self) -> None:
+        """Forget everything: statistics, their gradients, and the spatial size that they are bound to."""
+        self._state = stream.new_state(self.initial_shape(), self._state.seen)
+
+    def reset_gradients(self) -> None:
+        """Forget the streamed gradients, for a new loss or a new scale of it."""
+        shape, like = tuple(self._state.mean.shape), self._state.seen
+        self._state = replace(self._state, grads=stream.new_stream(shape, like), loss_scale=torch.zeros_like(like))
+
+    def _mark_update(self, found_inf: Tensor | None) -> None:
+        state = self._own()
+        for pending in (state.stats.pending, state.grads.pending):
+            if found_inf is None:
+                pending.fill_(True)
+            else:
+                pending.logical_or_((found_inf == 0).reshape(()).to(pending.device))
+        if not self._marked:
+            self._marked = True
+
+    def _settled(self) -> State:
+        """The state, after dropping the gradients of a step that the scaler skipped: it lowers its scale then."""
+        state = self._own()
+        if self._scaler is not None:
+            scale = loss_scale(self._scaler, state.seen)
+            skipped = (scale < state.loss_scale) & ~state.stats.pending
+            stream.write(state, replace(state, grads=stream.drop(state.grads, skipped), loss_scale=scale))
+        return state
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "Stateful":
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._state = stream.from_dict({k: moved(tensor, fn) for k, tensor in stream.to_dict(self._state).items()})
+        return self
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        self._settled()
+        for name, tensor in stream.to_dict(self._handed_out()).items():
+            destination[prefix + name] = tensor
+        self._marked = True  # the pending mark may be written to through what was handed out
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Any,
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        names = stream.to_dict(self._state).keys()
+        if prefix + "pending" in state_dict:  # version 1 had one mark for both streams
+            mark = state_dict[prefix + "pending"]
+            state_dict = {key: value for key, value in state_dict.items() if key != prefix + "pending"}
+            state_dict |= {f"{prefix}{name}_pending": mark for name in stream.STREAMS}
+        ours = {name: state_dict[prefix + name] for name in names if prefix + name in state_dict}
+        if ours and (local_metadata.get("version") or self._version) > self._version:
+            error_msgs.append(f"{prefix}* was saved by a newer streamnorm (state version {local_metadata['version']})")
+            return
+        foreign = BATCHNORM_KEYS if is_batchnorm(state_dict, prefix) and not ours else ()
+        others = {k: v for k, v in state_dict.items() if k.removeprefix(prefix) not in (*names, *foreign)}
+        super()._load_from_state_dict(others, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        if foreign:
+            self._load_batchnorm(batchnorm_statistics(state_dict, prefix, self.eps), prefix, error_msgs)
+        elif len(ours) < len(names):
+            missing_keys.extend(prefix + name for name in names if name not in ours)
+        else:
+            self._load_state(ours, prefix, local_metadata.get("assign_to_params_buffers", False), error_msgs)
+
+    def _load_state(self, loaded: dict[str, Tensor], prefix: str, assign: bool, error_msgs: list[str]) -> None:
+        shape = loaded["mean"].shape
+        template = stream.to_dict(stream.new_state(tuple(shape), self._state.seen))
+        legal = self.can_hold(shape)
+        wrong = [name for name, like in template.items() if not legal or loaded[name].shape != like.shape]
+        error_msgs.extend(
+            f"size mismatch for {prefix}{name}: the checkpoint has {tuple(loaded[name].shape)}, which does not fit "
+            f"{self.num_features} channels, {self.ref} and present statistics of shape {tuple(self.mean.shape)}"
+            for name in wrong
+        )
+        if not wrong:
+            device = None if assign else self._state.seen.device
+            self._state = stream.from_dict(
+                {
+                    name: loaded[name].detach().to(device=device, dtype=like.dtype, copy=True)
+                    for name, like in template.items()
+                }
+            )
+            self._marked = True
+
+    def _load_batchnorm(self, statistics: tuple[Tensor, Tensor] | None, prefix: str, error_msgs: list[str]) -> None:
+        """Start the streams from a trained `nn.BatchNorm`, without a warm-up; from nothing if it never saw data."""
+        fresh = stream.new_state(self.initial_shape(), self._state.seen)
+        if statistics is None:
+            self._state = fresh
+            return
+        both = torch.stack([value.detach().to(self.mean) for value in statistics])
+        if both.shape[1:] != self.mean.shape or self.ref.located:
+            error_msgs.append(
+                f"{prefix}running_mean of shape {tuple(both.shape[1:])} is per channel, the statistics of {self.ref} "
+                f"have shape {tuple(self.mean.shape)}: load an nn.BatchNorm into BA1 or SP2 with as many channels"
+            )
+            return
+        stats = replace(fresh.stats, long=both, short=both.clone(), empty=torch.zeros_like(fresh.stats.empty))
+        mean, sigma = both[0].clone(), both[1].clone()
+        self._state = replace(fresh, stats=stats, mean=mean, sigma=sigma, seen=fresh.seen + max(self.warmup, 1.0))
