@@ -17,14 +17,14 @@ lint: $(VENV)/.ready
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
 
-bench: $(VENV)/.ready  ## cost of the layers against nn.BatchNorm2d
-	MALLOC_MMAP_THRESHOLD_=268435456 MALLOC_TRIM_THRESHOLD_=536870912 $(RUN) benchmarks/layer_cost.py
+bench: $(VENV)/.ready  ## what everything costs against torch.nn, about fifteen minutes; writes benchmarks/results
+	MALLOC_MMAP_THRESHOLD_=268435456 MALLOC_TRIM_THRESHOLD_=536870912 $(RUN) benchmarks/bench.py
 
 clean:
-	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) build dist src/*.egg-info src/streamnorm/kernels/*.so .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(VENV)/.ready: pyproject.toml
+$(VENV)/.ready: pyproject.toml setup.py $(wildcard src/streamnorm/kernels/*.cpp src/streamnorm/kernels/*.h)
 	$(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install --quiet --disable-pip-version-check $(TORCH) -e ".[dev]"
 	touch $@

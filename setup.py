@@ -4,6 +4,7 @@ They need a compiler and nothing else, torch included, so one build serves every
 the package installs all the same and runs on plain torch, slower.
 """
 
+import sys
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -19,7 +20,7 @@ setup(
             sources=sorted(map(str, FOLDER.glob("*.cpp"))),
             depends=sorted(map(str, FOLDER.glob("*.h"))),
             extra_compile_args=["-std=c++17", "-O3", "-g0", "-fvisibility=hidden", "-Wno-psabi", *ARITHMETIC],
-            extra_link_args=["-fno-fast-math"],
+            extra_link_args=["-fno-fast-math", *(["-s"] if sys.platform == "linux" else [])],
             py_limited_api=True,
             optional=True,
         )

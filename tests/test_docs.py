@@ -1,5 +1,6 @@
 """The documents keep their word: examples run, links lead somewhere, the demo and the benchmark work."""
 
+import json
 import re
 import subprocess
 import sys
@@ -89,17 +90,37 @@ def test_the_benchmark_of_sequence_length():
     assert done.stdout.count("±") == 12
 
 
-def test_the_benchmark_of_cost():
-    done = run_script("benchmarks/layer_cost.py", "--rounds", 2)
+def test_the_benchmark_of_cost(tmp_path):
+    common = ["benchmarks/bench.py", "--rounds", 1, "--out", tmp_path]
+    done = run_script(*common, "--only", "layers/1x512")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("StreamingNorm") == 15  # 3 settings x 2 layouts x 2 thread counts, and memory
-    assert "nn.BatchNorm2d" in done.stdout
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results["complete"]
+    assert [(row["against"], row["threads"]) for row in results["rows"]] == [
+        (name, threads) for threads in (1, 2) for name in ("nn.BatchNorm1d", "nn.LayerNorm", "copy + triad")
+    ]
+    assert results["rows"][0]["median"] is None  # one sample: batch norm raises
+    assert results["rows"][1]["median"] > 0
+    assert "raises" in done.stdout
+    assert (tmp_path / "results.png").read_bytes().startswith(b"\x89PNG")
+    refused = run_script(*common, "--only", "nothing")
+    assert refused.returncode == 2
+    assert "there are layers/" in refused.stderr
+
+
+def test_the_committed_results_are_whole():
+    results = json.loads((ROOT / "benchmarks/results/results.json").read_text())
+    assert results["complete"]
+    assert {row["threads"] for row in results["rows"]} == {1, 2}
+    page = (ROOT / "docs/speed.md").read_text()
+    for line in (ROOT / "benchmarks/results/results.md").read_text().splitlines():
+        assert line in page, f"docs/speed.md does not quote the committed results: {line}"
 
 
 def test_the_memory_of_the_benchmark():
     sys.path.insert(0, str(ROOT / "benchmarks"))
     try:
-        from layer_cost import bytes_alive
+        from bench import bytes_alive
     finally:
         sys.path.pop(0)
     from streamnorm import StreamingNorm

@@ -1,0 +1,296 @@
+"""The kernels of whole sequences compute what the loop over timesteps computes; indices stand for one-hot vectors."""
+
+import copy
+from contextlib import nullcontext
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_kernels import MACHINES, Operations, _one_thread, close, machine, needs_kernels, tenths  # noqa: F401
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
+
+from streamnorm import GRU, LSTM, RNN, StreamingNorm, attach, kernels
+
+every_layer = pytest.mark.parametrize("make", [RNN, GRU])
+
+
+def norms_of(net):
+    return [module for module in net.modules() if isinstance(module, StreamingNorm)]
+
+
+def joined(tensors):
+    """Tensors by the last part of their names: in a layer of one unit, a sum may be near 0 in one norm, not in all."""
+    groups = {}
+    for name, tensor in tensors:
+        name = name.split(".")[-1]
+        for row, part in enumerate(tensor if tensor.ndim == 2 and "weight" not in name else [tensor]):
+            groups.setdefault(f"{name} {row}", []).append(part.detach().flatten())
+    return {name: torch.cat(parts).clone() for name, parts in groups.items()}
+
+
+def everything(net):
+    return joined(net.state_dict().items()) | joined((f"{n} grad", p.grad) for n, p in net.named_parameters())
+
+
+def same(actual, expected, tolerance=1e-5):
+    assert actual.keys() == expected.keys()
+    for name, tensor in expected.items():
+        close(actual[name], tensor, name, tolerance)
+
+
+def train(net, windows, start, lengths, packed):
+    """Truncated backpropagation: the state is carried over from chunk to chunk. Yields all there is at each update."""
+    dtype = next(net.parameters()).dtype
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    attach(optimizer, net)  # norms without gain and bias have nothing in it
+    h = None if start is None else start.to(dtype, copy=True).requires_grad_()
+    for window in windows:
+        found = {}
+        for i, x in enumerate(window):
+            x = x.to(dtype, copy=True).requires_grad_()
+            given_x = pack_padded_sequence(x, lengths, enforce_sorted=False) if packed else x
+            output, final = net(given_x, h, lengths=None if packed else lengths)
+            output = output.data if packed else output
+            (output.square().mean() + final.square().mean()).backward()
+            found |= {f"output {i}": output, f"final {i}": final, f"dx {i}": x.grad}
+            found |= {} if h is None else {f"dstart {i}": h.grad}
+            h = final.detach().requires_grad_()
+        yield found | everything(net)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@st.composite
+def runs(draw):
+    center, warmup = draw(st.sampled_from(["running", "zero", "mean"])), draw(st.sampled_from([0, 40, 256]))
+    steps, batch, hidden = draw(st.integers(1, 5)), draw(st.integers(1, 9)), draw(st.integers(1, 40))
+    longest = 1
+    if warmup == 0 or center == "mean" or hidden < 4:  # a spread in every step, not by chance
+        longest = 4
+    lengths = [steps] * longest + [draw(st.integers(1, steps)) for _ in range(batch)]
+    num_layers, bidirectional = draw(st.sampled_from([(1, False), (1, False), (1, True), (2, False), (2, True)]))
+    arguments = {
+        "nonlinearity": draw(st.sampled_from(["tanh", "relu"])),
+        "num_layers": num_layers,
+        "bidirectional": bidirectional,
+        "norm": partial(
+            StreamingNorm,
+            p=draw(st.sampled_from([1, 2])),
+            center=center,
+            warmup=warmup,
+            beta=[draw(tenths) / 2 for _ in range(3)],
+            affine=draw(st.integers(0, 3)) > 0,
+        ),
+    }
+    net = draw(st.sampled_from([RNN, GRU])), hidden, arguments
+    form = draw(st.sampled_from(["whole", "lengths", "packed"]))
+    return net, steps, draw(st.permutations(lengths)), form, draw(st.booleans()), draw(st.integers(0, 1000))
+
+
+@needs_kernels
+@settings(max_examples=50)
+@given(run=runs(), where=st.sampled_from(MACHINES))
+def test_fused_equals_plain(run, where):
+    (make, hidden, arguments), steps, lengths, form, started, seed = run
+    torch.manual_seed(seed)
+    fused = make(5, hidden, **arguments)
+    for norm in norms_of(fused):
+        for parameter in norm.parameters():
+            torch.nn.init.uniform_(parameter, 0.5, 1)
+    plain, batch = copy.deepcopy(fused).double(), len(lengths)
+    windows = [[torch.randn(steps, batch, 5) for _ in range(chunks)] for chunks in (2, 1, 1)]
+    start = torch.randn(fused.num_layers * (1 + fused.bidirectional), batch, hidden) if started else None
+    rest = windows, start, None if form == "whole" else lengths, form == "packed"
+    with machine(*where):
+        actual = list(train(fused, *rest))
+    # After an update the weights differ by their rounding, which the recurrence amplifies.
+    for tolerance, a, b in zip((1e-5, 1e-4, 1e-4), actual, train(plain, *rest), strict=True):
+        same(a, b, tolerance)
+    with torch.no_grad(), machine(*where):
+        close(fused.eval()(windows[0][0])[0], plain.eval()(windows[0][0].double())[0], "evaluation", 1e-4)
+
+
+@needs_kernels
+@every_layer
+def test_what_the_kernels_serve(make):
+    net, x = make(3, 5, 2, bidirectional=True), torch.randn(6, 4, 3)
+    for context, plain in ((nullcontext, False), (kernels.disabled, True)):
+        with Operations() as seen, context():
+            net.train()(x)[0].square().mean().backward()
+        assert ("lerp" in seen.names) == plain
+        with Operations() as seen, context(), torch.no_grad():
+            net.eval()(x)
+        assert ("tanh" in seen.names) == plain
+
+
+NOT_SERVED = {
+    "float64": lambda make: make(3, 5, dtype=torch.float64),
+    "p": lambda make: make(3, 5, norm=partial(StreamingNorm, p=3)),
+    "reference": lambda make: make(3, 5, norm=partial(StreamingNorm, ref="SP1")),
+    "evaluation": lambda make: make(3, 5).eval(),  # can be differentiated twice
+}
+
+
+@every_layer
+@pytest.mark.parametrize("case", NOT_SERVED)
+def test_the_rest_goes_to_the_plain_path(make, case):
+    net, results = NOT_SERVED[case](make), []
+    x = torch.randn(6, 4, 3, dtype=net.weight_ih_l0.dtype)
+    for context in (nullcontext(), kernels.disabled()):
+        twin, leaf = copy.deepcopy(net), x.clone().requires_grad_()
+        with context:
+            output, _ = twin(leaf)
+            (first,) = torch.autograd.grad(output.pow(3).sum(), leaf, create_graph=case == "evaluation")
+            second = torch.autograd.grad(first.sum(), leaf)[0] if case == "evaluation" else first
+        assert second.abs().max() > 0
+        results.append([output, first, second, *twin.state_dict().values()])
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+
+
+@every_layer
+def test_a_hook_on_a_norm_hears_every_timestep(make):
+    fused, heard = make(3, 5), []
+    plain = copy.deepcopy(fused).double()
+    fused.norms_l0.h[0].register_forward_hook(lambda *call: heard.append(call))
+    x = torch.randn(6, 4, 3)
+    for net in (fused, plain):
+        net(x.to(net.weight_ih_l0.dtype))[0].square().mean().backward()
+    assert len(heard) == 6
+    same(everything(fused), everything(plain))
+
+
+@needs_kernels
+@every_layer
+@pytest.mark.parametrize(
+    "frozen", [["weight_ih"], ["weight_hh"], ["norms"], ["weight_hh", "norms"], ["weight_ih", "norms"], ["h.0"], [""]]
+)
+@pytest.mark.parametrize("of_input", [True, False])
+def test_whatever_needs_a_gradient_gets_it(make, frozen, of_input):
+    fused = make(3, 5)
+    for name, parameter in fused.named_parameters():
+        parameter.requires_grad_(not any(part in name for part in frozen))
+    plain = copy.deepcopy(fused).double()
+    x, h = torch.randn(6, 4, 3), torch.randn(1, 4, 5)
+    results = []
+    for net in (fused, plain):
+        leaf = x.to(net.weight_ih_l0.dtype, copy=True).requires_grad_(of_input)
+        output, final = net(leaf, h.to(leaf.dtype))
+        if output.requires_grad:
+            (output.square().mean() + final.mean()).backward()
+        gradients = {name: p.grad for name, p in [("x", leaf), *net.named_parameters()] if p.grad is not None}
+        results.append({"output": output} | gradients | joined(net.state_dict().items()))
+    same(*results)
+
+
+@needs_kernels
+@every_layer
+@pytest.mark.parametrize("only", ["output", "one step", "final"])
+def test_part_of_the_result_may_matter(make, only):
+    fused = make(3, 5)
+    plain = copy.deepcopy(fused).double()
+    x = torch.randn(6, 4, 3)
+    results = []
+    for net in (fused, plain):
+        output, final = net(x.to(net.weight_ih_l0.dtype))
+        {"output": output, "one step": output[2], "final": final}[only].square().mean().backward()
+        results.append(everything(net))
+    same(*results)
+    assert all(int(norm.grads.count) == 6 for norm in norms_of(fused))
+
+
+@needs_kernels
+@every_layer
+def test_one_bad_value(make):
+    """A sample with a NaN spoils its own outputs, and no statistics."""
+    fused = make(3, 5)
+    plain = copy.deepcopy(fused)
+    for bad in (False, True, False):
+        x = torch.randn(6, 4, 3)
+        if bad:
+            x[2, 1, 0] = torch.nan
+        results = []
+        for net, context in ((fused, nullcontext()), (plain, kernels.disabled())):
+            net.zero_grad()
+            with context:
+                output, final = net(x)
+                output.square().mean().backward()
+            results.append({"output": output, "final": final} | everything(net))
+        same(*results)
+        assert torch.isfinite(output).all() != bad
+        assert all(torch.isfinite(value).all() for value in fused.state_dict().values())
+
+
+@needs_kernels
+@every_layer
+def test_graphs_of_training(make):
+    """A second derivative is refused in the words of the plain path; a retained graph pushes again."""
+    fused, x, words = make(3, 5), torch.randn(6, 4, 3), []
+    plain = copy.deepcopy(fused)
+    for net, context in ((fused, nullcontext()), (plain, kernels.disabled())):
+        with context:
+            loss = net(x)[0].square().mean()
+            before = {name: value.clone() for name, value in net.state_dict().items()}
+            with pytest.raises(RuntimeError, match="no second derivative") as refused:
+                torch.autograd.grad(loss, net.weight_hh_l0, create_graph=True)
+            assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+            words.append(str(refused.value))
+            loss.backward(retain_graph=True)
+            loss.backward()
+        assert all(int(norm.grads.count) == 12 for norm in norms_of(net))
+    assert words[0] == words[1]
+    same(everything(fused), everything(plain))
+
+
+FORMS = ["(T, N)", "(N, T)", "(T,)", "packed", "lengths"]
+
+
+@pytest.mark.parametrize("norm", [StreamingNorm, None])
+@pytest.mark.parametrize("make", [RNN, GRU, LSTM])
+@pytest.mark.parametrize("form", FORMS)
+def test_indices_are_one_hot_vectors(make, norm, form):
+    net = make(7, 5, 2, norm=norm, batch_first=form == "(N, T)", bidirectional=True)
+    twin, lengths = copy.deepcopy(net), [6, 2, 5, 6]
+    for dtype in (torch.int64, torch.int32):
+        indices = torch.randint(7, {"(N, T)": (4, 6), "(T,)": (6,)}.get(form, (6, 4)))
+        hot = F.one_hot(indices, 7).float()
+        results = []
+        for each, x in ((net, indices.to(dtype)), (twin, hot)):
+            if form == "packed":
+                x = pack_padded_sequence(x, lengths, enforce_sorted=False)
+            output, state = each(x, lengths=lengths) if form == "lengths" else each(x)
+            output = output.data if isinstance(output, PackedSequence) else output
+            output.square().mean().backward()
+            state = state if make is LSTM else [state]
+            results.append({"output": output} | joined((f"state {i}", s) for i, s in enumerate(state)))
+            results[-1] |= everything(each)
+            for module in norms_of(each):
+                module.weights_updated()
+        same(*results)
+
+
+BAD_INDICES = {
+    "negative": (torch.tensor([[0, -1]]), ValueError, "from -1 to 0.*must be from 0 to 6"),
+    "too large": (torch.tensor([[0, 7]]), ValueError, "from 0 to 7.*input_size=7"),
+    "too many dimensions": (torch.zeros(2, 3, 7, dtype=torch.int64), ValueError, r"indices of shape \(2, 3, 7\)"),
+    "no dimension": (torch.tensor(3), ValueError, r"indices of shape \(\)"),
+    "bool": (torch.ones(2, 3, dtype=torch.bool), TypeError, "torch.bool"),
+    "uint8": (torch.ones(2, 3, dtype=torch.uint8), TypeError, "torch.uint8"),
+    "packed": (pack_padded_sequence(torch.tensor([[0, 9]]), [1, 1]), ValueError, "from 0 to 9"),
+    "packed rows": (pack_padded_sequence(torch.zeros(1, 2, 7).long(), [1, 1]), ValueError, "indices of shape"),
+    "none": (torch.zeros(0, 3, dtype=torch.int64), ValueError, "0 timesteps"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_INDICES)
+@pytest.mark.parametrize("make", [RNN, GRU, LSTM])
+def test_bad_indices_change_nothing(make, case):
+    bad, error, message = BAD_INDICES[case]
+    net = make(7, 5)
+    before = copy.deepcopy(net.state_dict())
+    with pytest.raises(error, match=message):
+        net(bad)
+    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
