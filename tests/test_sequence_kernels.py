@@ -245,6 +245,33 @@ def test_graphs_of_training(make):
     same(everything(fused), everything(plain))
 
 
+@needs_kernels
+@pytest.mark.parametrize("nonlinearity", ["tanh", "relu"])
+@every_layer
+def test_saturated_units(make, nonlinearity):
+    """Where tanh and sigmoid are at their ends, and beyond the range of exp."""
+    fused = make(3, 7, nonlinearity=nonlinearity)
+    with torch.no_grad():
+        for norm in fused.norms_l0.x:
+            norm.bias.copy_(torch.tensor([-200.0, -90, -20, 0, 20, 90, 200]))
+    plain = copy.deepcopy(fused).double()
+    x, results = torch.randn(4, 5, 3), []
+    for net in (fused, plain):
+        output, _ = net(x.to(net.weight_ih_l0.dtype))
+        output.square().mean().backward()
+        results.append({"output": output} | everything(net))
+    same(*results)
+
+
+@every_layer
+def test_the_output_may_be_changed_in_place(make):
+    """As by dropout or an activation in place; with torch.nn it may be, too."""
+    net = make(3, 5)
+    output, _ = net(torch.randn(6, 4, 3))
+    F.dropout(output, 0.5, inplace=True).square().mean().backward()
+    assert torch.isfinite(net.weight_hh_l0.grad).all()
+
+
 FORMS = ["(T, N)", "(N, T)", "(T,)", "packed", "lengths"]
 
 

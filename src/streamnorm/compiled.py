@@ -89,7 +89,7 @@ def _forward(
     h2 = stream.new_stream(tuple(mean.shape), seen)  # not this operator's business
     state = State(h1, h2, mean, sigma, seen, loss_scale=torch.zeros_like(seen))
     if fused:
-        x = _readable(x)
+        x, weight, bias = _readable(x), _contiguous(weight), _contiguous(bias)
         y, kept = torch.empty_like(x), x.new_empty(5 * x.shape[1] + 2)
         kernels.layer_forward(
             _record(rules), kernels.state_record(state), cast(Layout, layout_of(x)), x, weight, bias, kept, y
@@ -110,7 +110,7 @@ def _backward(
     grads = stream.fold(h2, *rules.kappa[2:])
     if fused:
         _write(h2, grads)
-        x = _readable(x)
+        x, weight = _readable(x), _contiguous(weight)
         seen = long.new_zeros(())
         state = kernels.state_record(State(h2, h2, long, long, seen, seen))  # only H2 is used
         dx = torch.empty_like(x)
@@ -135,6 +135,10 @@ def _backward(
 def _readable(x: Tensor) -> Tensor:
     """What the kernels can read, laid out as torch.empty_like lays out its result."""
     return x if layout_of(x) and torch.empty_like(x).stride() == x.stride() else x.contiguous()
+
+
+def _contiguous(vector: Tensor | None) -> Tensor | None:
+    return None if vector is None else vector.contiguous()
 
 
 def _laid_out_like(x: Tensor, result: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ On the plain path a layer hands over what S found and what to normalize with, an
 of the statistics flows on. Between forward and backward only the input and a few small tensors stay alive.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import Any, cast
 
@@ -38,27 +38,30 @@ def _fused_settings(statistic: tuple[Any, ...], streaming: tuple[Any, ...]) -> b
 
 
 def fused_settings(
-    statistic: tuple[Any, ...], streaming: tuple[Any, ...], stored: Tensor, weight: Tensor | None
+    statistic: tuple[Any, ...], streaming: tuple[Any, ...], vectors: Iterable[Tensor | None]
 ) -> bytes | None:
     """The settings of a streaming layer for the kernels; None where they do not serve it.
 
-    `statistic`: the fields of a Statistic; `streaming`: alpha, beta, kappa and warmup.
+    `statistic`: the fields of a Statistic; `streaming`: alpha, beta, kappa and warmup; `vectors`: gain, bias and a
+    stored statistic.
     """
-    if is_plain_float32(stored) and (weight is None or is_plain_float32(weight)):
-        return _fused_settings(statistic, streaming)
-    return None
+    return _fused_settings(statistic, streaming) if all(map(is_vector, vectors)) else None
 
 
-def fuses_compiled(x: Tensor, weight: Tensor | None, stored: Tensor, statistic: Statistic) -> bool:
+def fuses_compiled(statistic: Statistic, tensors: Iterable[Tensor | None]) -> bool:
     """Whether a compiled call ends in the kernels; asked while the compiler traces, when tensors have no memory yet."""
-    tensors = (x, stored) if weight is None else (x, stored, weight)
     fits = statistic.p in (1, 2) and statistic.ref == BATCH_NORM and kernels.available()
-    return fits and all(tensor.dtype == torch.float32 and tensor.device.type == "cpu" for tensor in tensors)
+    return fits and all(t is None or (t.dtype == torch.float32 and t.device.type == "cpu") for t in tensors)
 
 
 def fuses_sequence(*tensors: Tensor) -> bool:
     """Whether the kernels take these tensors of a recurrent layer."""
     return kernels.available() and all(is_plain_float32(t) and t.is_contiguous() for t in tensors)
+
+
+def is_vector(tensor: Tensor | None) -> bool:
+    """Whether the kernels can read a gain, a bias or a statistic, or there is none."""
+    return tensor is None or (is_plain_float32(tensor) and tensor.is_contiguous())
 
 
 def is_plain_float32(tensor: Tensor) -> bool:

@@ -49,7 +49,7 @@ class _StreamLayer(torch.autograd.Function):
             y = x.new_empty(x.shape)
         kept = torch.empty(5 * layout[2] + 2, dtype=torch.float32)
         kernels.layer_forward(settings, record, layout, x, weight, bias, kept, y)
-        ctx.call, ctx.strides = call, y.stride()
+        ctx.call, ctx.strides = call, (x.stride(), y.stride())
         ctx.save_for_backward(x, weight, kept)
         return y
 
@@ -58,7 +58,7 @@ class _StreamLayer(torch.autograd.Function):
         refuse_second_derivative()
         x, weight, kept = ctx.saved_tensors
         layout, settings, _, receiver = ctx.call
-        dy = as_laid_out(dy, ctx.strides)
+        x, dy = as_laid_out(x, ctx.strides[0]), as_laid_out(dy, ctx.strides[1])  # hooks may have moved what was saved
         needs_x, needs_gain, needs_bias, _ = ctx.needs_input_grad
         dx = torch.empty_like(dy) if needs_x else None
         dgain = torch.empty(layout[2], dtype=torch.float32)
@@ -105,11 +105,11 @@ class _StreamSequence(torch.autograd.Function):
         rows, (wide, hidden), norms = products.shape[0], weight.shape, 2 * plan.gates
         kept = products.new_empty((len(plan.sizes) if plan.training else 0, norms * (5 * hidden + 2)))
         recurrent, before = products.new_empty((rows, wide)), products.new_empty((rows, hidden))
-        inner = products.new_empty((4 if plan.gates == 3 else 0, rows, hidden))
+        inner = products.new_empty((4 if plan.gates == 3 else 1, rows, hidden))
         output, final = torch.empty_like(before), torch.empty_like(start)
-        saved = products, start, weight, recurrent, before, inner, kept, output
+        saved = products, start, weight, recurrent, before, inner, kept
         fixed = _sequence_arguments(plan, hidden, affine, [(state, 1.0) for state in plan.states])
-        kernels.sequence_forward(fixed, (*saved, final))
+        kernels.sequence_forward(fixed, (*saved, output, final))
         ctx.plan = plan
         ctx.save_for_backward(*saved, *affine)
         return output, final
@@ -118,16 +118,16 @@ class _StreamSequence(torch.autograd.Function):
     def backward(ctx: Any, doutput: Tensor, dfinal: Tensor) -> tuple[Any, ...]:
         refuse_second_derivative("recurrent layers of streamnorm", ", or use a cell in a loop")
         plan: SequencePlan = ctx.plan
-        *saved, kept, output = ctx.saved_tensors[:8]
-        products, start, weight, recurrent, before, inner = saved
-        affine, hidden = ctx.saved_tensors[8:], weight.shape[1]
+        saved = [tensor.contiguous() for tensor in ctx.saved_tensors[:7]]
+        products, start, weight, recurrent, before, inner, _ = saved
+        affine, hidden = ctx.saved_tensors[7:], weight.shape[1]
         received = [receive() for receive in plan.receivers]
         narrow = [(as_float32(state), scale) for state, _, scale in received]
         dproducts, drecurrent, dstart = map(torch.empty_like, (products, recurrent, start))
         sums = weight.new_empty((2 * plan.gates, 2, hidden))
-        doutput, dfinal = as_laid_out(doutput, output.stride()), as_laid_out(dfinal, start.stride())
+        doutput, dfinal = as_laid_out(doutput, before.stride()), as_laid_out(dfinal, start.stride())
         fixed = _sequence_arguments(plan, hidden, affine, narrow)
-        kernels.sequence_backward(fixed, (*saved, kept, output, doutput, dfinal, dproducts, drecurrent, dstart, sums))
+        kernels.sequence_backward(fixed, (*saved, doutput, dfinal, dproducts, drecurrent, dstart, sums))
         for (state, *_), (copy, _) in zip(received, narrow, strict=True):
             if copy is not state:
                 write(state, copy)
@@ -163,11 +163,11 @@ def refuse_second_derivative(who: str = "streamnorm layers", way_out: str = "") 
         )
 
 
-def as_laid_out(dy: Tensor, strides: tuple[int, ...]) -> Tensor:
-    """A float32 gradient with the strides of the output that it belongs to."""
-    if dy.stride() == strides and dy.dtype == torch.float32:
-        return dy
-    return torch.empty_strided(dy.shape, strides, dtype=torch.float32, device=dy.device).copy_(dy)
+def as_laid_out(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """The tensor, or a float32 copy of it that has these strides."""
+    if tensor.stride() == strides and tensor.dtype == torch.float32:
+        return tensor
+    return torch.empty_strided(tensor.shape, strides, dtype=torch.float32, device=tensor.device).copy_(tensor)
 
 
 def as_float32(state: State) -> State:

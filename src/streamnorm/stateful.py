@@ -161,7 +161,7 @@ class Stateful(Norm, Listener):
             device = None if assign else self._state.seen.device
             self._state = stream.from_dict(
                 {
-                    name: loaded[name].detach().to(device=device, dtype=like.dtype, copy=True)
+                    name: loaded[name].detach().to(device=device, dtype=like.dtype, copy=True).contiguous()
                     for name, like in template.items()
                 }
             )

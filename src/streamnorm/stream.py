@@ -134,7 +134,7 @@ def write(state: State, new: State) -> None:
 
 
 def copied(state: State) -> State:
-    return from_dict({name: tensor.clone() for name, tensor in to_dict(state).items()})
+    return from_dict({name: tensor.clone().contiguous() for name, tensor in to_dict(state).items()})
 
 
 def to_dict(state: State) -> dict[str, Tensor]:

@@ -18,6 +18,7 @@ from .dispatch import (
     fused_settings,
     fuses_compiled,
     is_plain_float32,
+    is_vector,
 )
 from .fused import LayerCall, stream_layer
 from .kernels import state_record
@@ -136,7 +137,7 @@ class StreamingNorm(Stateful):
         shape, stride, call = self.__dict__.get("_known", NOTHING)
         if x.shape != shape or x.stride() != stride or not is_plain_float32(x) or not kernels.available():
             return None
-        return call if self.weight is None or is_plain_float32(self.weight) else None
+        return call if is_vector(self.weight) and is_vector(self.bias) else None
 
     def _compiled(self, x: Tensor, mask: Tensor | None) -> Tensor:
         """A training call as the compiler sees it."""
@@ -151,8 +152,8 @@ class StreamingNorm(Stateful):
                 f"{self.ref} is bound to a spatial size by its first training call, which has to run uncompiled: call "
                 "the model once before torch.compile"
             )
-        rules, fused = self.rules, mask is None and fuses_compiled(x, self.weight, state.mean, self.statistic)
-        return stream_compiled(x, self.weight, self.bias, mask, rules, fused, state)
+        fused = mask is None and fuses_compiled(self.statistic, (x, self.weight, self.bias, state.mean))
+        return stream_compiled(x, self.weight, self.bias, mask, self.rules, fused, state)
 
     def _bind(self, like: State) -> None:
         """The first call binds a layer whose statistics have a location to a spatial size."""
@@ -197,7 +198,7 @@ class StreamingNorm(Stateful):
         """The settings for the kernels; None where they do not serve this layer."""
         statistic = self.ref, self.p, self.center, self.eps
         streaming = self.alpha, self.beta, self.kappa, self.warmup
-        return fused_settings(statistic, streaming, self._state.mean, self.weight)
+        return fused_settings(statistic, streaming, (self.weight, self.bias, self._state.mean))
 
     def extra_repr(self) -> str:
         return self.settings(alpha=self.alpha, beta=self.beta, kappa=self.kappa, warmup=self.warmup)

@@ -146,4 +146,5 @@ def sequence_forward(fixed: tuple[Any, ...], tensors: Iterable[Tensor]) -> None:
 
 
 def sequence_backward(fixed: tuple[Any, ...], tensors: Iterable[Tensor]) -> None:
+    """The same, up to what is kept; then the gradients of output and final state, and those that are asked for."""
     _native.sequence_backward(*fixed, *[tensor.data_ptr() for tensor in tensors])

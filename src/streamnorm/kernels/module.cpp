@@ -110,14 +110,15 @@ Sequence sequence_from(Arguments& in) {
     seq.before = in.address();
     seq.inner = in.address();
     seq.kept = in.address();
-    seq.output = in.address();
+    seq.output = nullptr;
     return seq;
 }
 
 PyObject* sequence_forward(PyObject*, PyObject* const* args, Py_ssize_t count) {
     if (!counted(count, 18)) return nullptr;
     Arguments in{args};
-    const Sequence seq = sequence_from(in);
+    Sequence seq = sequence_from(in);
+    seq.output = in.address();
     float* final = in.address();
     if (in.failed) return nullptr;
     Py_BEGIN_ALLOW_THREADS
@@ -127,7 +128,7 @@ PyObject* sequence_forward(PyObject*, PyObject* const* args, Py_ssize_t count) {
 }
 
 PyObject* sequence_backward(PyObject*, PyObject* const* args, Py_ssize_t count) {
-    if (!counted(count, 23)) return nullptr;
+    if (!counted(count, 22)) return nullptr;
     Arguments in{args};
     const Sequence seq = sequence_from(in);
     float* out[6];

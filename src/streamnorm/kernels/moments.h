@@ -73,7 +73,7 @@ inline void find_slopes(const Settings& set, double n, const float* flow, const 
         return;
     }
     for (int64_t c = first; c < last; c++) {
-        out.slope[c] = is_finite(kept.sigma[c]) ? to_sigma[c] * share : 0.0f;
+        out.slope[c] = to_sigma[c] * share * (is_finite(kept.sigma[c]) ? 1.0f : 0.0f);  // NaN stays
         out.offset[c] = to_mean[c] * share - (has_signs(set) ? out.slope[c] * (float)(signs[c] / n) : 0.0f);
     }
 }

@@ -139,7 +139,9 @@ void sequence_forward(const Sequence& seq, float* final) {
 
         multiply(step.rows, hidden, shared, h, hidden, packed, products, wide, false);
         if (seq.gates == 1) {
-            new_state(seq, 0, step, scratch, y);
+            float* fresh = seq.inner + step.row * hidden;
+            new_state(seq, 0, step, scratch, fresh);
+            copy_rows(fresh, y, step.rows, hidden);
         } else {
             const Inner in(seq, total, step);
             gate_forward(seq, 0, step, scratch, in.r, sigmoid);
@@ -221,7 +223,7 @@ void sequence_backward(const Sequence& seq, const float* doutput, const float* d
         for (int64_t i = 0; i < n; i++) dh[i] += doutput[step.row * hidden + i];
 
         if (seq.gates == 1) {
-            through_activation(seq, n, dh, seq.output + step.row * hidden, da);
+            through_activation(seq, n, dh, seq.inner + step.row * hidden, da);
             gate_backward(seq, 0, step, da, scratch, dproducts, drecurrent, sums);
             multiply(step.rows, hidden, hidden, drecurrent + step.row * wide, wide, packed, dh, hidden, false);
         } else {

@@ -47,9 +47,10 @@ struct Sequence {
     int64_t relu, training, reverse, steps, hidden;
     const int64_t* sizes;
     const float *products, *start, *weight;  // (rows, gates * hidden), (samples, hidden), (gates * hidden, hidden)
-    // Kept for backward: the hidden state's products; the hidden state before each step; of a GRU r, z, the new state
-    // and h * r; what norms keep, by timestep and norm; and the output.
-    float *recurrent, *before, *inner, *kept, *output;
+    // Kept for backward: the hidden state's products; the hidden state before each step; the new state, of a GRU r, z,
+    // the new state and h * r; what norms keep, by timestep and norm.
+    float *recurrent, *before, *inner, *kept;
+    float* output;  // of the forward pass only: it is the caller's, who may change it
 };
 
 struct Kernels {
