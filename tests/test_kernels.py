@@ -400,6 +400,16 @@ def test_only_the_input_stays_alive_between_forward_and_backward(layout, center)
     assert sum(t.untyped_storage().nbytes() for t in saved.values()) <= 1.01 * x.nbytes
 
 
+@needs_kernels
+def test_settings_may_be_changed_to_lists():
+    fused, plain = StreamingNorm(5), StreamingNorm(5)
+    for layer in (fused, plain):
+        step(layer, 0)
+        layer.zero_grad()
+        layer.beta = [0.5, 0.2, 0.3]
+    same_call(fused, plain, *data(6, 5))
+
+
 UNUSUAL = {
     "gain": lambda layer: setattr(layer, "weight", nn.Parameter(torch.arange(10.0)[::2])),
     "bias": lambda layer: setattr(layer, "bias", nn.Parameter(torch.arange(10.0)[::2])),

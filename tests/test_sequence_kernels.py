@@ -321,3 +321,31 @@ def test_bad_indices_change_nothing(make, case):
     with pytest.raises(error, match=message):
         net(bad)
     assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+
+
+@needs_kernels
+def test_a_norm_that_serves_several_products_is_called_in_order():
+    """By the loop: one set of statistics sees the products of a timestep one after the other."""
+    made = []
+
+    def shared(size, **kw):
+        made.append(made[-1] if made else StreamingNorm(size, **kw))
+        return made[-1]
+
+    x = torch.randn(5, 6, 3)
+    net = GRU(3, 4, norm=shared)
+    twin = copy.deepcopy(net)
+    with kernels.disabled():
+        expected = twin(x)[0]
+    assert torch.equal(net(x)[0], expected)
+
+
+@needs_kernels
+def test_global_hooks_hear_the_norms():
+    heard = []
+    handle = nn.modules.module.register_module_forward_hook(lambda module, *_: heard.append(type(module)))
+    try:
+        RNN(3, 4)(torch.randn(5, 6, 3))
+    finally:
+        handle.remove()
+    assert heard.count(StreamingNorm) == 10

@@ -65,7 +65,8 @@ def is_vector(tensor: Tensor | None) -> bool:
 
 
 def is_plain_float32(tensor: Tensor) -> bool:
-    return tensor.dtype == torch.float32 and tensor.is_cpu and type(tensor) in (Tensor, Parameter)
+    plain_type = tensor.dtype == torch.float32 and type(tensor) in (Tensor, Parameter)
+    return plain_type and tensor.is_cpu and not tensor.is_neg()
 
 
 def apply(

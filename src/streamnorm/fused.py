@@ -2,6 +2,7 @@
 
 import struct
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -70,7 +71,7 @@ class _StreamLayer(torch.autograd.Function):
             record = kernels.state_record(narrow)
         kernels.layer_backward(settings, record, layout, x, weight, kept, dy, scale, (dx, dgain, dbias))
         if narrow is not state:
-            write(state, narrow)
+            write(state, replace(state, grads=narrow.grads))
         return dx, dgain if needs_gain else None, dbias if needs_bias else None, None
 
 
@@ -130,7 +131,7 @@ class _StreamSequence(torch.autograd.Function):
         kernels.sequence_backward(fixed, (*saved, doutput, dfinal, dproducts, drecurrent, dstart, sums))
         for (state, *_), (copy, _) in zip(received, narrow, strict=True):
             if copy is not state:
-                write(state, copy)
+                write(state, replace(state, grads=copy.grads))
 
         dweight = None
         if ctx.needs_input_grad[2]:

@@ -261,6 +261,8 @@ def _fused(gates: Gates, products: Tensor, start: State) -> list[StreamingNorm] 
     if gates.kind not in (RNN_KIND, GRU_KIND) or gates.product != Linear() or gates.norms is None:
         return None
     norms = [*gates.norms.x, *gates.norms.h]
+    if len(set(norms)) < len(norms):  # one norm for several products is called in another order
+        return None
     if not all(type(norm) is StreamingNorm and not _has_hooks(norm) and norm._scaler is None for norm in norms):
         return None
     settings = norms[0].fused_settings()
@@ -276,8 +278,10 @@ def _fused(gates: Gates, products: Tensor, start: State) -> list[StreamingNorm] 
 
 
 def _has_hooks(module: nn.Module) -> bool:
+    """Whether calling the module may do more than its class says."""
     hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
-    return any(hooks)
+    everywhere = ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks")
+    return any(hooks) or "forward" in vars(module) or any(getattr(nn.modules.module, name, ()) for name in everywhere)
 
 
 def _run_fused(

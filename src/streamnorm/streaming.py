@@ -197,7 +197,7 @@ class StreamingNorm(Stateful):
     def fused_settings(self) -> bytes | None:
         """The settings for the kernels; None where they do not serve this layer."""
         statistic = self.ref, self.p, self.center, self.eps
-        streaming = self.alpha, self.beta, self.kappa, self.warmup
+        streaming = tuple(self.alpha), tuple(self.beta), tuple(self.kappa), self.warmup
         return fused_settings(statistic, streaming, (self.weight, self.bias, self._state.mean))
 
     def extra_repr(self) -> str:
