@@ -72,7 +72,7 @@ def repeat(call, calls, seconds):
 def settle(run, more, seconds):
     """Past the first weight update, and past the warm-up of the streaming norms if the time allows."""
     repeat(run.call, 10, seconds)
-    for layer in run.module.modules() if run.module else ():
+    for layer in () if run.module is None else run.module.modules():
         if isinstance(layer, StreamingNorm):
             layer.weights_updated()
     return repeat(run.call, more, seconds)

@@ -19,6 +19,7 @@ SYMBOLS = 84  # of the character model
 POOL = 64  # samples to cycle through at batch size 1, where one sample alone would have no spread
 GROUPS = partial(nn.GroupNorm, 8)
 COPY = "copy + triad"
+EMPTY = "an empty Function"
 CODES = ("BA1", "BA2", "BA3", "BA4", "BA5", "BA6", "SP1", "SP2", "SP3", "SP4", "SP5")
 
 
@@ -103,6 +104,29 @@ def copy_triad(x, dy):
     return Run(call)
 
 
+class Empty(torch.autograd.Function):
+    """As many tensors in and out as our layer, and nothing computed: what torch asks of any layer written in Python."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias):
+        ctx.save_for_backward(x, weight)
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, weight = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight), torch.empty_like(weight)
+
+
+class EmptyLayer(nn.Module):
+    def __init__(self, channels):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(channels)), nn.Parameter(torch.zeros(channels))
+
+    def forward(self, x):
+        return Empty.apply(x, self.weight, self.bias)
+
+
 class InstanceNorm(nn.Module):
     def __init__(self, channels):
         super().__init__()
@@ -127,6 +151,7 @@ def beside(make, names, shape, layout=torch.contiguous_format):
         "nn.LayerNorm": lambda channels: nn.LayerNorm(shape[1:]),
         "nn.GroupNorm": GROUPS,
         "F.instance_norm": InstanceNorm,
+        EMPTY: EmptyLayer,
     }
     norms = {OURS: make, **{name: others[name] for name in names if name != COPY}}
     runs = {name: lambda norm=norm: forward_backward(norm(shape[1]), x, dy) for name, norm in norms.items()}
@@ -135,7 +160,7 @@ def beside(make, names, shape, layout=torch.contiguous_format):
 
 def layer_cases():
     images = ("nn.BatchNorm2d", "nn.LayerNorm", "nn.GroupNorm", "F.instance_norm", COPY)
-    vectors = ("nn.BatchNorm1d", "nn.LayerNorm", COPY)
+    vectors = ("nn.BatchNorm1d", "nn.LayerNorm", COPY, EMPTY)
     contiguous = {
         (32, 64, 32, 32): {"nn.BatchNorm2d": 0.55},
         (64, 128, 16, 16): {"nn.BatchNorm2d": 0.55},
@@ -143,8 +168,9 @@ def layer_cases():
     }
     for shape, targets in contiguous.items():
         name = "layers/" + "x".join(map(str, shape))
-        yield Case(name, partial(beside, StreamingNorm, images, shape), targets)
-        last = partial(beside, StreamingNorm, images, shape, torch.channels_last)
+        others = (*images, EMPTY) if shape[0] == 1 else images
+        yield Case(name, partial(beside, StreamingNorm, others, shape), targets)
+        last = partial(beside, StreamingNorm, others, shape, torch.channels_last)
         yield Case(name + "-channels_last", last, {"nn.BatchNorm2d": 1.0})
     for name, settings in {"p=1": {"p": 1}, "center=mean": {"center": "mean"}}.items():
         ours = partial(StreamingNorm, **settings)

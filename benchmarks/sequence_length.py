@@ -39,7 +39,7 @@ class Model(nn.Module):
 
     def losses(self, sequence):
         """Nats per step and sample; `sequence` is `(T + 1, N)`."""
-        output, _ = self.rnn(F.one_hot(sequence[:-1], SYMBOLS).float())
+        output, _ = self.rnn(sequence[:-1])  # indices stand for one-hot vectors
         return F.cross_entropy(self.head(output).flatten(0, 1), sequence[1:].flatten(), reduction="none").view(
             len(sequence) - 1, -1
         )

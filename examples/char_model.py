@@ -23,11 +23,11 @@ except ImportError:
 class CharModel(nn.Module):
     def __init__(self, symbols, hidden):
         super().__init__()
-        self.symbols, self.gru, self.head = symbols, GRU(symbols, hidden), nn.Linear(hidden, symbols)
+        self.gru, self.head = GRU(symbols, hidden), nn.Linear(hidden, symbols)
 
     def forward(self, text, state=None):
         """`text` `(T, N)` -> logits `(T, N, symbols)` and the state to go on from."""
-        output, state = self.gru(F.one_hot(text, self.symbols).float(), state)
+        output, state = self.gru(text, state)  # indices stand for one-hot vectors
         return self.head(output), state.detach()
 
 

@@ -58,8 +58,9 @@ class _StreamLayer(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative()
         x, weight, kept = ctx.saved_tensors
-        layout, settings, _, receiver = ctx.call
-        x, dy = as_laid_out(x, ctx.strides[0]), as_laid_out(dy, ctx.strides[1])  # hooks may have moved what was saved
+        (layout, settings, _, receiver), (x_strides, strides) = ctx.call, ctx.strides
+        if x.stride() != x_strides or dy.stride() != strides:  # hooks may have moved what was saved
+            x, dy = as_laid_out(x, x_strides), as_laid_out(dy, strides)
         needs_x, needs_gain, needs_bias, _ = ctx.needs_input_grad
         dx = torch.empty_like(dy) if needs_x else None
         dgain = torch.empty(layout[2], dtype=torch.float32)

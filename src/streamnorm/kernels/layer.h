@@ -139,14 +139,14 @@ inline void normalize_rows(const Layer& call, Kept kept, float* scale, float* y)
     for (int64_t c = 0; c < channels; c++) scale[c] = (call.gain ? call.gain[c] : 1.0f) / kept.sigma_hat[c];
     share_out(call.samples, workers(call), [&](int64_t begin, int64_t end, int64_t) {
         const float *__restrict by = scale, *__restrict mean = kept.mean_hat, *__restrict shift = call.bias;
-        for (int64_t row = end - 1; row >= begin; row--) {  // from the end, which is still in the cache
+        rows_from_the_end(begin, end, channels, [&](int64_t row) {
             const float* __restrict in = call.x + row * call.stride;
             float* __restrict out = y + row * channels;
             if (shift)
                 for (int64_t c = 0; c < channels; c++) out[c] = (in[c] - mean[c]) * by[c] + shift[c];
             else
                 for (int64_t c = 0; c < channels; c++) out[c] = (in[c] - mean[c]) * by[c];
-        }
+        });
     });
 }
 

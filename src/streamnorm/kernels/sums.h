@@ -71,36 +71,41 @@ struct RunSums {
     }
 };
 
-// One tile of columns, over some rows. `skip`: columns at its start that another tile has counted already.
+// Down the columns of a block of rows: `term(row, column, sums)` adds what the element (or eight from it on) contributes.
+// Columns are taken in chunks, rows in blocks that stay in the nearest cache while the tiles of a chunk pass over them;
+// sums are in float32 for 128 rows, then in float64. `columns` beyond the last whole eight are taken one by one.
+const int64_t CHUNK = 512, ROWS_IN_FLOAT = 128;
+
 template <class V, int VECTORS, int SUMS, class Term>
-inline void sum_tile(int64_t first_row, int64_t last_row, int64_t column, int64_t skip, double* const* sums,
-                     const Term& term) {
+inline void sum_tile(int64_t first_row, int64_t last_row, int64_t column, float* partial, const Term& term) {
     const int64_t width = sizeof(V) / sizeof(float);
     V lanes[VECTORS][SUMS];
     for (int k = 0; k < VECTORS; k++)
-        for (int s = 0; s < SUMS; s++) lanes[k][s] = V{};
+        for (int s = 0; s < SUMS; s++) lanes[k][s] = load<V>(partial + s * CHUNK + width * k);
     for (int64_t row = first_row; row < last_row; row++)
         for (int k = 0; k < VECTORS; k++) term(row, column + width * k, lanes[k]);
-    for (int s = 0; s < SUMS; s++) {
-        float out[VECTORS * width];
-        for (int k = 0; k < VECTORS; k++) std::memcpy(out + width * k, &lanes[k][s], sizeof(V));
-        for (int64_t j = skip; j < VECTORS * width; j++) sums[s][column + j] += out[j];
-    }
+    for (int k = 0; k < VECTORS; k++)
+        for (int s = 0; s < SUMS; s++) store(partial + s * CHUNK + width * k, lanes[k][s]);
 }
 
-// Down the columns of a block of rows: `term(row, column, sums)` adds what the element (or eight from it on) contributes.
-// The last tile overlaps the one before it instead of leaving a ragged end.
 template <int SUMS, class Term>
 inline void sum_columns(int64_t first_row, int64_t last_row, int64_t columns, double* const* sums, const Term& term) {
-    const int64_t block = 128;
-    for (int64_t begin = first_row; begin < last_row; begin += block) {
-        const int64_t end = std::min(last_row, begin + block);
-        int64_t j = 0;
-        for (; j + 32 <= columns; j += 32) sum_tile<Lanes, 4, SUMS>(begin, end, j, 0, sums, term);
-        for (; j < columns && columns >= 8; j += 8) {
-            const int64_t at = std::min(j, columns - 8);
-            sum_tile<Lanes, 1, SUMS>(begin, end, at, j - at, sums, term);
+    float partial[SUMS * CHUNK];
+    for (int64_t left = 0; left < columns; left += CHUNK) {
+        const int64_t width = std::min(CHUNK, columns - left), block = std::max<int64_t>(4, 2048 / width);
+        for (int64_t top = first_row; top < last_row; top += ROWS_IN_FLOAT) {
+            const int64_t bottom = std::min(last_row, top + ROWS_IN_FLOAT);
+            for (int s = 0; s < SUMS; s++) std::fill(partial + s * CHUNK, partial + s * CHUNK + width, 0.0f);
+            for (int64_t begin = top; begin < bottom; begin += block) {
+                const int64_t end = std::min(bottom, begin + block);
+                int64_t j = 0;
+                for (; j + 32 <= width; j += 32)
+                    sum_tile<Lanes, 4, SUMS>(begin, end, left + j, partial + j, term);
+                for (; j + 8 <= width; j += 8) sum_tile<Lanes, 1, SUMS>(begin, end, left + j, partial + j, term);
+                for (; j < width; j++) sum_tile<float, 1, SUMS>(begin, end, left + j, partial + j, term);
+            }
+            for (int s = 0; s < SUMS; s++)
+                for (int64_t j = 0; j < width; j++) sums[s][left + j] += partial[s * CHUNK + j];
         }
-        for (; j < columns; j++) sum_tile<float, 1, SUMS>(begin, end, j, 0, sums, term);
     }
 }
