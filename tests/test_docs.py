@@ -111,13 +111,15 @@ def test_the_benchmark_of_cost(tmp_path):
     assert "there are layers/" in refused.stderr
 
 
-def test_the_committed_results_are_whole():
-    results = json.loads((ROOT / "benchmarks/results/results.json").read_text())
+def test_the_committed_results_are_whole_and_quoted_as_they_are():
+    folder = ROOT / "benchmarks/results"
+    results = json.loads((folder / "results.json").read_text())
     assert results["complete"]
     assert {row["threads"] for row in results["rows"]} == {1, 2}
-    page = (ROOT / "docs/speed.md").read_text()
-    for line in (ROOT / "benchmarks/results/results.md").read_text().splitlines():
-        assert line in page, f"docs/speed.md does not quote the committed results: {line}"
+    measured = set((folder / "results.md").read_text().splitlines())
+    quoted = [line for line in (ROOT / "docs/speed.md").read_text().splitlines() if re.match(r"\| \w+/", line)]
+    assert len(quoted) > 20
+    assert set(quoted) <= measured
 
 
 def test_the_memory_of_the_benchmark():

@@ -103,7 +103,7 @@ class StreamingNorm(Stateful):
         compiling = torch.compiler.is_compiling()
         again = None if compiling or mask is not None else self._as_before(x)
         if again is not None:
-            return stream_layer(x, self.weight, self.bias, again)
+            return stream_layer(x, *again)
         x, mask = self.enter(x, mask)
         if not self.collects:
             state = self._state if compiling else self._handed_out()
@@ -132,12 +132,15 @@ class StreamingNorm(Stateful):
         self._marked = False
         return self.leave(y)
 
-    def _as_before(self, x: Tensor) -> LayerCall | None:
-        """The last fused call, if nothing about the layer or its input is new: its checks need no repeating then."""
+    def _as_before(self, x: Tensor) -> tuple[Tensor | None, Tensor | None, LayerCall] | None:
+        """Gain, bias and the last fused call, if nothing about the layer or its input is new: no need for checks."""
         shape, stride, call = self.__dict__.get("_known", NOTHING)
         if x.shape != shape or x.stride() != stride or not is_plain_float32(x) or not kernels.available():
             return None
-        return call if is_vector(self.weight) and is_vector(self.bias) else None
+        own = self._parameters  # faster than attributes of a module
+        weight, bias = own.get("weight"), own.get("bias")
+        parametrized = self.affine and weight is None
+        return None if parametrized or not (is_vector(weight) and is_vector(bias)) else (weight, bias, call)
 
     def _compiled(self, x: Tensor, mask: Tensor | None) -> Tensor:
         """A training call as the compiler sees it."""
