@@ -7,7 +7,7 @@
 #pragma once
 
 inline int64_t workers(const Layer& call) {  // starting threads costs as much as some ten thousand elements
-    return call.samples * call.channels * call.space < 32768 ? 1 : call.threads;
+    return call.samples * call.channels * call.space < 131072 ? 1 : call.threads;
 }
 
 // ---- S(x) -----------------------------------------------------------------------------------------------------------

@@ -92,7 +92,7 @@ template <int SUMS, class Term>
 inline void sum_columns(int64_t first_row, int64_t last_row, int64_t columns, double* const* sums, const Term& term) {
     float partial[SUMS * CHUNK];
     for (int64_t left = 0; left < columns; left += CHUNK) {
-        const int64_t width = std::min(CHUNK, columns - left), block = std::max<int64_t>(4, 2048 / width);
+        const int64_t width = std::min(CHUNK, columns - left), block = std::max<int64_t>(8, 4096 / width);
         for (int64_t top = first_row; top < last_row; top += ROWS_IN_FLOAT) {
             const int64_t bottom = std::min(last_row, top + ROWS_IN_FLOAT);
             for (int s = 0; s < SUMS; s++) std::fill(partial + s * CHUNK, partial + s * CHUNK + width, 0.0f);
