@@ -129,7 +129,7 @@ def runs(draw):
     space = draw(st.sampled_from([(), (), (1,), (3,), (33,), (3, 3), (5, 7), (8, 8), (3, 5, 1), (3, 2, 5)]))
     samples, channels = draw(st.integers(1, 20)), draw(st.integers(1, 70))
     if draw(st.integers(0, 5)) == 0:
-        samples = 32768 // (channels * prod(space)) + draw(st.integers(1, 5))  # enough work for threads
+        samples = 65536 // (channels * prod(space)) + draw(st.integers(1, 5))  # enough work for threads
     center, warmup = draw(st.sampled_from(CENTERS)), draw(st.sampled_from([0, 256, None]))
     if samples * prod(space) < 8:  # few elements have a spread only about a running center and with neighbours
         center, warmup, channels = "zero" if center == "zero" else "running", warmup or 64, channels + 8
@@ -201,7 +201,7 @@ SERVED = {
     "planes": (4, 5, 3),
     "channels_last": (4, 5, 3, 3),
     "sliced": (9, 5),
-    "threads": (40, 40, 5, 5),
+    "threads": (80, 40, 5, 5),
 }
 
 

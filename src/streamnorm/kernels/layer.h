@@ -6,8 +6,8 @@
 // Rows (M, C), which is channels last too: all rows must be read before one can be normalized.
 #pragma once
 
-inline int64_t workers(const Layer& call) {  // starting threads costs as much as some ten thousand elements
-    return call.samples * call.channels * call.space < 131072 ? 1 : call.threads;
+inline int64_t workers(const Layer& call) {  // starting threads costs as much as some 20,000 elements
+    return call.samples * call.channels * call.space < 65536 ? 1 : call.threads;
 }
 
 // ---- S(x) -----------------------------------------------------------------------------------------------------------
