@@ -1,6 +1,6 @@
 """What streamnorm costs: time against other norms, memory, and growth with the size of the input.
 
-    python benchmarks/bench.py [--rounds 5] [--only layers]     all of it takes about ten minutes
+    python benchmarks/bench.py [--rounds 5] [--only layers]     all of it takes about six minutes
 
 The contenders of a case run interleaved in one process, in many short rounds. The ratio ours / theirs is taken per
 round; the table has its median and quartiles, and the median time of one call on each side. Fewer rounds also shorten
@@ -37,7 +37,7 @@ def machine():
         "cpu": cpu_model(),
         "cores": os.cpu_count(),
         "load": os.getloadavg()[0],
-        "system": platform.platform(),
+        "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "torch": torch.__version__,
         "streamnorm": streamnorm.__version__,
@@ -261,7 +261,7 @@ def draw(results, out):
 
 def arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=40, help="rounds per case (default 40)")
+    parser.add_argument("--rounds", type=int, default=20, help="rounds per case (default 20)")
     parser.add_argument("--only", default="", metavar="PREFIX", help="cases that begin so, such as layers or growth/b")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder for the results")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="thread counts (default 1 2)")

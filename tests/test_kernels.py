@@ -236,6 +236,8 @@ NOT_SERVED = {
 
 @pytest.mark.parametrize("case", NOT_SERVED)
 def test_the_rest_goes_to_the_plain_path(case):
+    if case == "subclass" and torch.__version__ < "2.6":
+        pytest.skip("this torch has no subclasses under a dispatch mode")
     arguments, change = NOT_SERVED[case]
     x, mask = change(data(6, 5, 4)[0]), torch.rand(6, 4) < 0.7
     results = []
@@ -252,7 +254,7 @@ def test_the_rest_goes_to_the_plain_path(case):
 
 
 @needs_kernels
-@pytest.mark.parametrize("shape", [(700, 50), (5, 33, 17, 13), (3, 2, 6000)])
+@pytest.mark.parametrize("shape", [(1400, 50), (10, 33, 17, 13), (6, 2, 6000)])
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 @pytest.mark.parametrize("p", [1, 2])
 def test_the_number_of_threads_does_not_matter(shape, layout, p):
