@@ -14,7 +14,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-@pytest.mark.filterwarnings("ignore:Lazy modules")
+@pytest.mark.filterwarnings("ignore:Lazy modules", "ignore:.*should not be instantiated", "ignore:Dynamo detected")
 def test_examples_run(page):
     names = {}
     for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL):
