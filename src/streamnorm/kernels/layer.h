@@ -1,8 +1,8 @@
 // Streaming normalization of one layer with one statistic per channel (BA1), forward and backward.
 //
-// Planes (N, C, S): a channel usually fits a core's cache, so each is finished, statistics streamed and output written,
-// before the next is read, and the data come from memory once. Should the call turn out not to be accepted, which
-// only the last channel can tell, the output is written again.
+// Planes (N, C, S): a few channels usually fit a core's cache, so they are finished, statistics streamed and output
+// written, before the next are read, and the data come from memory once. Should the call turn out not to be accepted,
+// which only the last channel can tell, the output is written again.
 // Rows (M, C), which is channels last too: all rows must be read before one can be normalized.
 #pragma once
 
@@ -30,7 +30,7 @@ inline void each_group(const Layer& call, const Body& body) {
     });
 }
 
-// The sums of each channel of a group, (SUMS, channels): `term(x, c, i, sums)` adds what element i of a plane gives.
+// The sums of each channel of a group, (SUMS, channels): `term(i, c, sums)` adds what element i, of channel c, gives.
 template <int SUMS, class Term>
 inline void sum_group(const Layer& call, int64_t first, int64_t last, double* out, const Term& term) {
     RunSums<SUMS> sums[GROUP];
