@@ -135,7 +135,9 @@ class StreamingNorm(Stateful):
     def _as_before(self, x: Tensor) -> tuple[Tensor | None, Tensor | None, LayerCall] | None:
         """Gain, bias and the last fused call, if nothing about the layer or its input is new: no need for checks."""
         shape, stride, call = self.__dict__.get("_known", NOTHING)
-        if x.shape != shape or x.stride() != stride or not is_plain_float32(x) or not kernels.available():
+        if type(x) is not Tensor or x.shape != shape or x.stride() != stride:
+            return None
+        if not is_plain_float32(x) or not kernels.available():
             return None
         own = self._parameters  # faster than attributes of a module
         weight, bias = own.get("weight"), own.get("bias")
