@@ -412,6 +412,19 @@ def test_settings_may_be_changed_to_lists():
     same_call(fused, plain, *data(6, 5))
 
 
+@needs_kernels
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_a_gain_or_bias_of_another_size_is_never_read(name):
+    """Not before the first call, and not after one that was served: torch says what is wrong."""
+    layer = StreamingNorm(5)
+    for _ in range(2):
+        getattr(layer, name).data = torch.ones(3)
+        with pytest.raises(RuntimeError):
+            layer(torch.randn(6, 5))
+        getattr(layer, name).data = torch.ones(5)
+        layer(torch.randn(6, 5))
+
+
 UNUSUAL = {
     "gain": lambda layer: setattr(layer, "weight", nn.Parameter(torch.arange(10.0)[::2])),
     "bias": lambda layer: setattr(layer, "bias", nn.Parameter(torch.arange(10.0)[::2])),

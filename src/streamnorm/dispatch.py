@@ -38,20 +38,22 @@ def _fused_settings(statistic: tuple[Any, ...], streaming: tuple[Any, ...]) -> b
 
 
 def fused_settings(
-    statistic: tuple[Any, ...], streaming: tuple[Any, ...], vectors: Iterable[Tensor | None]
+    statistic: tuple[Any, ...], streaming: tuple[Any, ...], vectors: Iterable[Tensor | None], size: int
 ) -> bytes | None:
     """The settings of a streaming layer for the kernels; None where they do not serve it.
 
     `statistic`: the fields of a Statistic; `streaming`: alpha, beta, kappa and warmup; `vectors`: gain, bias and a
-    stored statistic.
+    stored statistic, of `size` numbers each.
     """
-    return _fused_settings(statistic, streaming) if all(map(is_vector, vectors)) else None
+    return _fused_settings(statistic, streaming) if all(is_vector(vector, size) for vector in vectors) else None
 
 
-def fuses_compiled(statistic: Statistic, tensors: Iterable[Tensor | None]) -> bool:
+def fuses_compiled(statistic: Statistic, x: Tensor, vectors: Iterable[Tensor | None], size: int) -> bool:
     """Whether a compiled call ends in the kernels; asked while the compiler traces, when tensors have no memory yet."""
     fits = statistic.p in (1, 2) and statistic.ref == BATCH_NORM and kernels.available()
-    return fits and all(t is None or (t.dtype == torch.float32 and t.device.type == "cpu") for t in tensors)
+    there = [vector for vector in vectors if vector is not None]
+    sized = all(vector.numel() == size for vector in there)
+    return fits and sized and all(t.dtype == torch.float32 and t.device.type == "cpu" for t in (x, *there))
 
 
 def fuses_sequence(*tensors: Tensor) -> bool:
@@ -59,9 +61,9 @@ def fuses_sequence(*tensors: Tensor) -> bool:
     return kernels.available() and all(is_plain_float32(t) and t.is_contiguous() for t in tensors)
 
 
-def is_vector(tensor: Tensor | None) -> bool:
+def is_vector(tensor: Tensor | None, size: int) -> bool:
     """Whether the kernels can read a gain, a bias or a statistic, or there is none."""
-    return tensor is None or (is_plain_float32(tensor) and tensor.is_contiguous())
+    return tensor is None or (is_plain_float32(tensor) and tensor.numel() == size and tensor.is_contiguous())
 
 
 def is_plain_float32(tensor: Tensor) -> bool:

@@ -141,8 +141,10 @@ class StreamingNorm(Stateful):
             return None
         own = self._parameters  # faster than attributes of a module
         weight, bias = own.get("weight"), own.get("bias")
-        parametrized = self.affine and weight is None
-        return None if parametrized or not (is_vector(weight) and is_vector(bias)) else (weight, bias, call)
+        if self.affine and weight is None:  # parametrized
+            return None
+        size = self.num_features
+        return (weight, bias, call) if is_vector(weight, size) and is_vector(bias, size) else None
 
     def _compiled(self, x: Tensor, mask: Tensor | None) -> Tensor:
         """A training call as the compiler sees it."""
@@ -157,7 +159,8 @@ class StreamingNorm(Stateful):
                 f"{self.ref} is bound to a spatial size by its first training call, which has to run uncompiled: call "
                 "the model once before torch.compile"
             )
-        fused = mask is None and fuses_compiled(self.statistic, (x, self.weight, self.bias, state.mean))
+        vectors = self.weight, self.bias, state.mean
+        fused = mask is None and fuses_compiled(self.statistic, x, vectors, self.num_features)
         return stream_compiled(x, self.weight, self.bias, mask, self.rules, fused, state)
 
     def _bind(self, like: State) -> None:
@@ -203,7 +206,8 @@ class StreamingNorm(Stateful):
         """The settings for the kernels; None where they do not serve this layer."""
         statistic = self.ref, self.p, self.center, self.eps
         streaming = tuple(self.alpha), tuple(self.beta), tuple(self.kappa), self.warmup
-        return fused_settings(statistic, streaming, (self.weight, self.bias, self._state.mean))
+        vectors = self.weight, self.bias, self._state.mean
+        return fused_settings(statistic, streaming, vectors, self.num_features)
 
     def extra_repr(self) -> str:
         return self.settings(alpha=self.alpha, beta=self.beta, kappa=self.kappa, warmup=self.warmup)
