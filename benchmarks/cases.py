@@ -235,7 +235,7 @@ def kernels_alone(shape):
 
     (x, dy), layer = tensors(shape), StreamingNorm(shape[1], warmup=1)
     layer(x)
-    x, y, dx, kept = x.detach(), torch.empty(shape), torch.empty(shape), torch.empty(5 * shape[1] + 2)
+    x, y, dx, kept = x.detach(), torch.empty(shape), torch.empty(shape), torch.empty(kernels.kept_size(shape[1]))
     sums, settings, layout = torch.empty(2, shape[1]), layer.fused_settings(), functions.layout_of(x)
     fixed = settings, kernels.state_record(layer.begin_call()), layout, x, layer.weight
 

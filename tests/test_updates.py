@@ -381,3 +381,13 @@ def test_parametrized_layers_are_heard():
         backward(model)
         optimizer.step()
     assert counts(model[1]) == (1, 1)
+
+
+def test_a_reset_of_the_gradients_forgets_no_update():
+    layer = StreamingNorm(3)
+    layer(torch.randn(4, 3)).sum().backward()
+    layer.weights_updated()
+    layer.reset_gradients()
+    assert layer.stats.pending
+    assert layer.grads.pending
+    assert int(layer.grads.count) == 0

@@ -5,7 +5,7 @@ the layer does without the compiler: kernels where they apply, plain torch other
 operator, because a tensor that both passes wrote to could not serve two calls before one backward pass.
 """
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from math import prod
 from typing import Any, cast
 
@@ -18,7 +18,7 @@ from .fused import as_laid_out, layout_of
 from .kernels import Layout
 from .moments import Moments, Statistic
 from .normref import NormRef
-from .rules import Call, Rules, folded, stream_gradients, stream_statistics
+from .rules import Call, Rules, stream_gradients, stream_statistics
 from .stream import State, Stream
 
 _SETTINGS = (
@@ -45,7 +45,7 @@ def stream_compiled(
     """A training call of a streaming layer, for the compiler to trace. `fused`: the kernels serve this layer."""
     s, r = rules.statistic, rules
     settings = (s.ref.samples, s.ref.channels, str(s.ref.space), s.p, s.center, s.eps)
-    streaming = (list(r.alpha), list(r.beta), list(r.kappa), float(r.warmup), fused and mask is None)
+    streaming = (list(r.alpha), list(r.beta), list(r.kappa), float(r.warmup), fused)
     return cast(Tensor, _Compiled.apply(x, weight, bias, mask, (*settings, *streaming), state))  # type: ignore[no-untyped-call]
 
 
@@ -90,14 +90,15 @@ def _forward(
     state = State(h1, h2, mean, sigma, seen, loss_scale=torch.zeros_like(seen))
     if fused:
         x, weight, bias = _readable(x), _contiguous(weight), _contiguous(bias)
-        y, kept = torch.empty_like(x), x.new_empty(5 * x.shape[1] + 2)
+        y, kept = torch.empty_like(x), x.new_empty(kernels.kept_size(x.shape[1]))
         kernels.layer_forward(
             _record(rules), kernels.state_record(state), cast(Layout, layout_of(x)), x, weight, bias, kept, y
         )
         return y, kept
-    after, call = stream_statistics(rules, folded(rules, state), x.to(compute_dtype(x, mean)), mask)
+    before = replace(state, stats=stream.fold(h1, *rules.kappa[:2]))
+    after, call = stream_statistics(rules, before, x.to(compute_dtype(x, mean)), mask)
     y = evaluate(x, call.mean, call.sigma, weight, bias, mask)
-    stream.write(state, replace(after, grads=h2))
+    stream.write(state, after)
     return _laid_out_like(x, y), _pack(call)
 
 
@@ -109,7 +110,7 @@ def _backward(
     rules, h2 = _rules(*settings), Stream(long, short, count, empty, pending)
     grads = stream.fold(h2, *rules.kappa[2:])
     if fused:
-        _write(h2, grads)
+        stream.write_stream(h2, grads)
         x, weight = _readable(x), _contiguous(weight)
         seen = long.new_zeros(())
         state = kernels.state_record(State(h2, h2, long, long, seen, seen))  # only H2 is used
@@ -123,7 +124,7 @@ def _backward(
 
     def gradient(grad_mean: Tensor, grad_sigma: Tensor) -> tuple[Tensor, Tensor]:
         pushed, passed_on = stream_gradients(rules, grads, call, grad_mean, grad_sigma, None)
-        _write(h2, pushed)
+        stream.write_stream(h2, pushed)
         return passed_on
 
     parts = x, weight, mask, call.mean, call.sigma, call.own, rules.statistic
@@ -145,11 +146,6 @@ def _laid_out_like(x: Tensor, result: Tensor) -> Tensor:
     """The compiler was promised the strides of torch.empty_like."""
     like = torch.empty_like(x)
     return result if result.stride() == like.stride() else like.copy_(result)
-
-
-def _write(h2: Stream, new: Stream) -> None:
-    for field in fields(Stream):
-        getattr(h2, field.name).copy_(getattr(new, field.name))
 
 
 def _shapes(x: Tensor, rules: Rules) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -179,7 +175,7 @@ def _unpack(kept: Tensor, x: Tensor, rules: Rules, masked: bool) -> Call:
 def _forward_shapes(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     *settings, fused = rest[3:14]
     if fused:
-        size = 5 * x.shape[1] + 2
+        size = kernels.kept_size(x.shape[1])
     else:
         hat, own = _shapes(x, _rules(*settings))
         size = 5 * prod(own) + 2 * prod(hat) + 2

@@ -2,7 +2,6 @@
 
 import struct
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from . import kernels
 from .kernels import Layout
-from .stream import State, from_dict, to_dict, write
+from .stream import State, from_dict, to_dict, write_stream
 
 # Called in backward: the state that gradients are streamed into, its record if that is known, the scale of the loss.
 Receiver = Callable[[], tuple[State, bytes | None, float]]
@@ -48,7 +47,7 @@ class _StreamLayer(torch.autograd.Function):
         y = torch.empty_like(x)
         if layout[0] and not y.is_contiguous() and x.ndim == 2:
             y = x.new_empty(x.shape)
-        kept = torch.empty(5 * layout[2] + 2, dtype=torch.float32)
+        kept = torch.empty(kernels.kept_size(layout[2]), dtype=torch.float32)
         kernels.layer_forward(settings, record, layout, x, weight, bias, kept, y)
         ctx.call, ctx.strides = call, (x.stride(), y.stride())
         ctx.save_for_backward(x, weight, kept)
@@ -72,7 +71,7 @@ class _StreamLayer(torch.autograd.Function):
             record = kernels.state_record(narrow)
         kernels.layer_backward(settings, record, layout, x, weight, kept, dy, scale, (dx, dgain, dbias))
         if narrow is not state:
-            write(state, replace(state, grads=narrow.grads))
+            write_stream(state.grads, narrow.grads)
         return dx, dgain if needs_gain else None, dbias if needs_bias else None, None
 
 
@@ -105,7 +104,7 @@ class _StreamSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, products: Tensor, start: Tensor, weight: Tensor, plan: SequencePlan, *affine: Any) -> Any:
         rows, (wide, hidden), norms = products.shape[0], weight.shape, 2 * plan.gates
-        kept = products.new_empty((len(plan.sizes) if plan.training else 0, norms * (5 * hidden + 2)))
+        kept = products.new_empty((len(plan.sizes) if plan.training else 0, norms * kernels.kept_size(hidden)))
         recurrent, before = products.new_empty((rows, wide)), products.new_empty((rows, hidden))
         inner = products.new_empty((4 if plan.gates == 3 else 1, rows, hidden))
         output, final = torch.empty_like(before), torch.empty_like(start)
@@ -132,7 +131,7 @@ class _StreamSequence(torch.autograd.Function):
         kernels.sequence_backward(fixed, (*saved, doutput, dfinal, dproducts, drecurrent, dstart, sums))
         for (state, *_), (copy, _) in zip(received, narrow, strict=True):
             if copy is not state:
-                write(state, replace(state, grads=copy.grads))
+                write_stream(state.grads, copy.grads)
 
         dweight = None
         if ctx.needs_input_grad[2]:

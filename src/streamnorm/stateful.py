@@ -84,8 +84,9 @@ class Stateful(Norm, Listener):
 
     def reset_gradients(self) -> None:
         """Forget the streamed gradients, for a new loss or a new scale of it."""
-        shape, like = tuple(self._state.mean.shape), self._state.seen
-        self._state = replace(self._state, grads=stream.new_stream(shape, like), loss_scale=torch.zeros_like(like))
+        state, like = self._state, self._state.seen
+        grads = replace(stream.new_stream(tuple(state.mean.shape), like), pending=state.grads.pending)
+        self._state = replace(state, grads=grads, loss_scale=torch.zeros_like(like))
 
     def _mark_update(self, found_inf: Tensor | None) -> None:
         state = self._own()

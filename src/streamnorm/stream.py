@@ -133,6 +133,12 @@ def write(state: State, new: State) -> None:
             kept.copy_(value)
 
 
+def write_stream(stream: Stream, new: Stream) -> None:
+    """The same for one of its streams."""
+    for part in PARTS:
+        getattr(stream, part).copy_(getattr(new, part))
+
+
 def copied(state: State) -> State:
     return from_dict({name: tensor.clone().contiguous() for name, tensor in to_dict(state).items()})
 

@@ -1,7 +1,6 @@
 """Streaming Normalization: the layer of the paper, F and G around S and N."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -181,7 +180,7 @@ class StreamingNorm(Stateful):
         grads = state.grads if known else stream.new_stream(shape, state.seen)
         grads, passed_on = stream_gradients(rules, grads, call, grad_mean, grad_sigma, scale)
         if known:
-            stream.write(state, replace(state, grads=grads))
+            stream.write_stream(state.grads, grads)
         return passed_on
 
     @property

@@ -90,6 +90,11 @@ def _state_addresses(state: State) -> list[int]:
     ]
 
 
+def kept_size(channels: int) -> int:
+    """Numbers that a call keeps for its backward pass: `Kept` of stream.h."""
+    return 5 * channels + 2
+
+
 def address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 

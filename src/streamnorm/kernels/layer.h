@@ -136,7 +136,7 @@ inline void normalize_group(const Layer& call, int64_t first, int64_t last, cons
 
 inline void normalize_rows(const Layer& call, Kept kept, float* scale, float* y) {
     const int64_t channels = call.channels;
-    for (int64_t c = 0; c < channels; c++) scale[c] = (call.gain ? call.gain[c] : 1.0f) / kept.sigma_hat[c];
+    find_units(call.gain, kept.sigma_hat, 0, channels, scale);
     share_out(call.samples, workers(call), [&](int64_t begin, int64_t end, int64_t) {
         const float *__restrict by = scale, *__restrict mean = kept.mean_hat, *__restrict shift = call.bias;
         rows_from_the_end(begin, end, channels, [&](int64_t row) {

@@ -59,10 +59,9 @@ inline Linear take_statistics(const Sequence& seq, int64_t norm, const Step& ste
         stream_rows(call_of(seq, norm, step.rows, x), kept, scratch);
         mean = kept.mean_hat, sigma = kept.sigma_hat;
     }
-    for (int64_t j = 0; j < seq.hidden; j++) {
-        scale[j] = (n.gain ? n.gain[j] : 1.0f) / sigma[j];
-        shift[j] += n.bias ? n.bias[j] : 0.0f;
-    }
+    find_units(n.gain, sigma, 0, seq.hidden, scale);
+    if (n.bias)
+        for (int64_t j = 0; j < seq.hidden; j++) shift[j] += n.bias[j];
     return {mean, scale};
 }
 
