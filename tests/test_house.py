@@ -13,6 +13,7 @@ FLOORS = [
     {"moments", "stream"},
     {"kernels", "rules"},
     {"fused"},
+    {"native"},
     {"dispatch", "updates"},
     {"base", "compiled"},
     {"stateful"},

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .dispatch import apply
+from .dispatch import apply, native_operator
 from .moments import Moments, Statistic
+from .native import Results
 from .normref import CODES, NormRef, resolve
 
 Device = torch.device | str | int | None
@@ -106,6 +107,14 @@ class Norm(nn.Module):
         """Undo the change of layout of `enter`."""
         return y if self.channel_dim == 1 else y.movedim(1, -1)
 
+    def native(self, x: Tensor, mask: Tensor | None, stored: Tensor | None = None) -> Results | None:
+        """N(x, S(x)) by torch's own operator, the mean and 1 / sigma; None where there is none that applies."""
+        if self.p != 2 or self.center != "mean" or self.eps == 0:
+            return None
+        weight, bias = self.weight, self.bias
+        operator = native_operator(self.ref, x, mask, weight, bias, stored)
+        return operator(x, weight, bias, self.eps) if operator else None
+
     def normalize_by_own(self, x: Tensor, own: Moments, mask: Tensor | None) -> Tensor:
         """N(x, S(x)), differentiated exactly: sample and batch normalization."""
         y = apply(
@@ -131,7 +140,7 @@ class Norm(nn.Module):
 
     def _check_space(self, x: Tensor) -> None:
         """References with a location belong to one spatial size, that of the first training call."""
-        stored = self.stored
+        stored = self.stored if self.ref.located else None
         if stored is not None and stored.numel() and tuple(stored.shape) != self.statistic_shape(x):
             bound = tuple(stored.shape[self.ref.channels == "each" :])
             raise ValueError(

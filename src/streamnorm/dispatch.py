@@ -1,4 +1,5 @@
-"""The one place that chooses how a layer is computed: by the kernels for the CPU where they apply, or in plain torch.
+"""The one place that chooses how a layer is computed: by the kernels for the CPU where they apply, by an operator that
+torch has for it, or in plain torch.
 
 On the plain path a layer hands over what S found and what to normalize with, and a function that says which gradient
 of the statistics flows on. Between forward and backward only the input and a few small tensors stay alive.
@@ -12,14 +13,14 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from . import kernels
+from . import kernels, native
 from . import moments as plain
 from .fused import layout_of, refuse_second_derivative
 from .kernels import Layout
 from .moments import Moments, Statistic, channelwise
-from .normref import CODES
+from .normref import CODES, NormRef
 
-BATCH_NORM = CODES["BA1"]
+BATCH_NORM, LAYER_NORM, INSTANCE_NORM = CODES["BA1"], CODES["SP1"], CODES["SP2"]
 # Given dE/d(mean) and dE/d(sigma) of the statistics that normalized, the gradients to send into S(x).
 Gradient = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
@@ -61,13 +62,44 @@ def fuses_sequence(*tensors: Tensor) -> bool:
     return kernels.available() and all(is_plain_float32(t) and t.is_contiguous() for t in tensors)
 
 
-def is_vector(tensor: Tensor | None, size: int) -> bool:
-    """Whether the kernels can read a gain, a bias or a statistic, or there is none."""
-    return tensor is None or (is_plain_float32(tensor) and tensor.numel() == size and tensor.is_contiguous())
+def native_operator(
+    ref: NormRef, x: Tensor, mask: Tensor | None, weight: Tensor | None, bias: Tensor | None, stored: Tensor | None
+) -> native.Operator | None:
+    """torch's operator for a call with p = 2 about the own mean of the reference; None where there is none.
+
+    `stored`: a statistic that the layer keeps, in whose type it wants its arithmetic.
+    """
+    if mask is not None or kernels.plain_forced() or torch.compiler.is_compiling():
+        return None
+    dtype, size = x.dtype, x.shape[1]
+    if dtype not in (torch.float32, torch.float64) or not is_plain(x, dtype):
+        return None
+    if not (is_vector(weight, size, dtype) and is_vector(bias, size, dtype)):
+        return None
+    if stored is not None and not is_plain(stored, dtype):
+        return None
+    if weight is None and bias is not None:  # of which torch's group norm has no gradient
+        return None
+    if ref == BATCH_NORM:
+        return native.batch_norm
+    if ref == LAYER_NORM and x.ndim == 2:
+        return native.layer_norm
+    if not x.is_contiguous():  # torch would return another layout, or lose digits
+        return None
+    return native.group_norm if ref == LAYER_NORM else native.instance_norm if ref == INSTANCE_NORM else None
+
+
+def is_vector(tensor: Tensor | None, size: int, dtype: torch.dtype = torch.float32) -> bool:
+    """Whether kernels and operators can read a gain, a bias or a statistic, or there is none."""
+    return tensor is None or (is_plain(tensor, dtype) and tensor.shape == (size,) and tensor.is_contiguous())
 
 
 def is_plain_float32(tensor: Tensor) -> bool:
-    plain_type = tensor.dtype == torch.float32 and type(tensor) in (Tensor, Parameter)
+    return is_plain(tensor, torch.float32)
+
+
+def is_plain(tensor: Tensor, dtype: torch.dtype) -> bool:
+    plain_type = tensor.dtype == dtype and type(tensor) in (Tensor, Parameter)
     return plain_type and tensor.is_cpu and not tensor.is_neg()
 
 

@@ -23,7 +23,7 @@ from .base import (
     statistics_like,
 )
 from .dispatch import compute_dtype, evaluate
-from .moments import Moments, channelwise, fixed_center, measure, mini_batch_statistics
+from .moments import all_finite, channelwise, fixed_center, measure, mini_batch_statistics
 from .normref import NormRef
 
 
@@ -73,6 +73,9 @@ class SampleNorm(Norm):
 
     def forward(self, x: Tensor, mask: Tensor | None = None, step: int = 0) -> Tensor:
         x, mask = self.enter(x, mask)
+        native = self.native(x, mask)
+        if native:
+            return self.leave(native[0])
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         own = measure(wide, self.statistic, mask, lambda mean, present: fixed_center(self.center, mean))
         return self.normalize_by_own(x, own, mask)
@@ -119,34 +122,50 @@ class _RunningNorm(Norm):
     def normalize(self, x: Tensor, mask: Tensor | None, index: tuple[int, ...], learns: bool) -> Tensor:
         """`index`: which set of running estimates serves. `learns`: it is updated by this call, in training."""
         x, mask = self.enter(x, mask)
-        # Copies: this call's backward pass may come after later calls have changed the buffers.
-        mean, sigma = self.view(self.mean[index].clone(), self.sigma[index].clone(), x)
         if not self.training:
-            return self.leave(evaluate(x, mean, sigma, self.weight, self.bias, mask))
-        wide = x.to(compute_dtype(x, mean))
+            return self.leave(evaluate(x, *self._estimates(index, x), self.weight, self.bias, mask))
+        learns = learns and not self._paused
+        native = self.native(x, mask, self.mean)
+        if native:
+            y, mean, inverse = native
+            if learns:
+                sigma = inverse.reciprocal()
+                self._learn(mean, sigma, all_finite(sigma), index)  # where the mean is not finite, sigma is not either
+            return self.leave(y)
+
+        before, _ = self._estimates(index, x)
         with outside_inference_mode():
             own = measure(
-                wide,
+                x.to(compute_dtype(x, before)),
                 self.statistic,
                 mask,
-                lambda batch, present: mean if self.center == "running" else fixed_center(self.center, batch),
+                lambda batch, present: before if self.center == "running" else fixed_center(self.center, batch),
             )
         y = self.normalize_by_own(x, own, mask)
-        if learns and not self._paused:
+        if learns:
             with outside_inference_mode(), torch.no_grad():
-                self._learn(own, index, self.statistic_shape(x))
+                self._bind(self.statistic_shape(x))
+                s, accept = mini_batch_statistics(own, torch.stack([self.mean[index], self.sigma[index]]))
+                self._learn(s[0], s[1], accept, index)
         return y
 
-    def _learn(self, own: Moments, index: tuple[int, ...], shape: tuple[int, ...]) -> None:
-        """r <- (1 - momentum) * r + momentum * s."""
-        if not self.mean.numel():  # the first training call binds the spatial size
+    def _estimates(self, index: tuple[int, ...], x: Tensor) -> tuple[Tensor, Tensor]:
+        mean, sigma = self.mean[index], self.sigma[index]
+        if torch.is_grad_enabled():  # copies: a backward pass may come after later calls have changed the buffers
+            mean, sigma = mean.clone(), sigma.clone()
+        return self.view(mean, sigma, x)
+
+    def _bind(self, shape: tuple[int, ...]) -> None:
+        """The first training call binds the spatial size."""
+        if not self.mean.numel():
             full = (*self._sets, *shape)
             self.mean, self.sigma = self.mean.new_zeros(full), self.sigma.new_ones(full)
-        running = torch.stack([self.mean[index], self.sigma[index]])
-        s, accept = mini_batch_statistics(own, running)
-        learned = torch.where(accept, torch.lerp(running, s, self.momentum), running)
-        for buffer, row in zip((self.mean, self.sigma), learned, strict=True):
-            buffer[index].copy_(row)
+
+    def _learn(self, mean: Tensor, sigma: Tensor, accept: Tensor, index: tuple[int, ...]) -> None:
+        """r <- (1 - momentum) * r + momentum * s, or r where the mini-batch is not accepted."""
+        for buffer, s in ((self.mean, mean), (self.sigma, sigma)):
+            running = buffer[index]
+            running.lerp_(torch.where(accept, s, running), self.momentum)
 
     def _apply(self, fn: Any, recurse: bool = True) -> "_RunningNorm":
         kept = {name: moved(getattr(self, name), fn) for name in ("mean", "sigma")}

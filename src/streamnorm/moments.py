@@ -175,13 +175,14 @@ def fixed_center(center: str, mean: Tensor) -> Tensor:
 
 
 def all_finite(values: Tensor) -> Tensor:
-    """Whether there is no NaN or inf: only those differ from themselves by something else than 0."""
-    return (values - values).sum() == 0
+    """Whether there is no NaN or inf: only those differ from themselves by NaN, which alone is not equal to itself."""
+    difference = (values - values).sum()
+    return difference == difference
 
 
 def channelwise(vector: Tensor, x: Tensor) -> Tensor:
     """A vector over channels, shaped to broadcast against `(N, C, *space)`."""
-    return vector.reshape(1, -1, *(1 for _ in x.shape[2:]))
+    return vector if x.ndim == 2 and vector.ndim == 1 else vector.reshape(1, -1, *(1 for _ in x.shape[2:]))
 
 
 def masked(values: Tensor, mask: Tensor | None) -> Tensor:

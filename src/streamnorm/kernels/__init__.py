@@ -38,6 +38,11 @@ def available() -> bool:
     return _enabled and _native is not None
 
 
+def plain_forced() -> bool:
+    """Whether everything is to run on the plain path."""
+    return not _enabled
+
+
 @contextmanager
 def disabled() -> Iterator[None]:
     """A context in which everything runs on the plain path, for comparisons."""
