@@ -21,7 +21,7 @@ from streamnorm import RNN, SampleNorm, StreamingNorm, TimeSpecificNorm
 try:
     from tqdm import tqdm
 except ImportError:
-    raise SystemExit("the progress bar needs tqdm: pip install 'streamnorm[demo]'") from None
+    raise SystemExit("the progress bar needs tqdm: pip install 'streamnorm[lab]'") from None
 
 SYMBOLS, HIDDEN, SAMPLES, TRAINED, TESTED = 8, 64, 32, 50, 200
 NORMS = {

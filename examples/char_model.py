@@ -17,7 +17,7 @@ from streamnorm import GRU, Manhattan
 try:
     from tqdm import tqdm
 except ImportError:
-    raise SystemExit("the progress bar needs tqdm: pip install 'streamnorm[demo]'") from None
+    raise SystemExit("the progress bar needs tqdm: pip install 'streamnorm[lab]'") from None
 
 
 class CharModel(nn.Module):

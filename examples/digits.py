@@ -27,7 +27,7 @@ try:
     from sklearn.datasets import load_digits
     from tqdm import tqdm
 except ImportError as missing:
-    sys.exit(f"{missing}: the demo needs its extras, pip install 'streamnorm[demo]'")
+    sys.exit(f"{missing}: the demo needs its extras, pip install 'streamnorm[lab]'")
 
 NORMS = ["none", "batch norm", "layer norm", "streaming norm"]
 NETS = ["fully-connected", "convolutional"]

@@ -50,6 +50,6 @@ def results(name, seeds=3, outcomes=None, rows=20, **fields):
         ]
         for curve in figure.curves
     }
-    data = figure.curves[0].run.data
+    data = list(dict.fromkeys(curve.run.data for curve in figure.curves))
     whole = FigureResults(figure, "quick", data, "A note.", f"streamnorm run {name}", curves)
     return replace(whole, **fields)

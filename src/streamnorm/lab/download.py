@@ -5,22 +5,19 @@ import http.client
 import os
 import ssl
 import sys
-import tempfile
 import urllib.error
 import urllib.request
 from base64 import b64encode
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO
 from urllib.parse import unquote, urlsplit, urlunsplit
+
+from .errors import DataError
+from .store import written_whole
 
 TIMEOUT = 30.0  # seconds of silence, not of the whole transfer
 BLOCK = 1 << 20  # bytes
-
-
-class DataError(RuntimeError):
-    """The data cannot be had. One line for a user: the value, the rule, the fix."""
 
 
 def cache_folder() -> Path:
@@ -33,20 +30,6 @@ def cache_folder() -> Path:
         given = os.environ.get("XDG_CACHE_HOME", "")
         base = given if os.path.isabs(given) else "~/.cache"  # the convention: a relative one is to be ignored
     return Path(base).expanduser() / "streamnorm"
-
-
-@contextmanager
-def written_whole(path: Path) -> Iterator[IO[bytes]]:
-    """A file to write that appears as `path` once the block has ended, and not at all if it fails."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            yield file
-        os.replace(name, path)
-    except BaseException:  # an interrupt too
-        Path(name).unlink(missing_ok=True)
-        raise
 
 
 def keep(path: Path, *parts: bytes | bytearray) -> None:

@@ -55,7 +55,7 @@ def measure_of(results: FigureResults) -> Measure:
 
 def origin(results: FigureResults) -> str:
     """At which scale and on which data, in a few words: of files the name alone."""
-    return f"{results.scale} scale, {', '.join(Path(name).name for name in results.data.split(', '))}"
+    return f"{results.scale} scale, {', '.join(Path(name).name for name in results.data)}"
 
 
 def lines_of(results: FigureResults, column: str) -> list[Line]:

@@ -11,7 +11,7 @@ from .lines import LOSS, Line, best_region, chance_of, limits, lines_of, measure
 from .looks import Look, looks_of
 from .matrix import draw_matrix
 from .results import FigureResults
-from .store import write_atomically
+from .store import write_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -39,8 +39,7 @@ def draw(results: FigureResults, folder: Path) -> list[Path]:
     """Write the figure as PNG and as SVG; the paths. The same results give the same bytes."""
     paths = [folder / f"{results.file_name}.{kind}" for kind in ("png", "svg")]
     for path in paths:
-        contents = render(results, path.suffix[1:])
-        write_atomically(path, lambda file, contents=contents: file.write(contents))  # type: ignore[misc]
+        write_bytes(path, render(results, path.suffix[1:]))
     return paths
 
 

@@ -245,7 +245,8 @@ def made(results: FigureResults) -> Html:
     runs = [result for each in results.curves.values() for result in each]
     scale = SCALES.get(results.scale)
     pairs: list[tuple[str, object]] = [("Scale", f"{results.scale}: {scale.text}" if scale else results.scale)]
-    pairs.append(("Data", f"{results.data}. {results.note}" if results.note else results.data))
+    names = ", ".join(results.data)
+    pairs.append(("Data", f"{names}: {results.note}" if results.note else names))
     pairs.append(("Command", tag("code", results.command) if results.command else "not recorded"))
     pairs += [
         ("Versions", each) for each in unique(runs, lambda r: ", ".join(f"{k} {v}" for k, v in r["versions"].items()))

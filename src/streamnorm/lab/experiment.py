@@ -1,0 +1,86 @@
+"""From a figure to its results: choose the scale, say how long it will take, train what is missing."""
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from .data import Images
+from .figures import Figure
+from .jobs import Loader, Source, run_all, seconds
+from .progress import Bar
+from .results import FigureResults
+from .runs import Run
+from .scales import Scale, scaled
+from .store import check_writable
+from .train import RESULT
+
+Say = Callable[[str], None]
+IMAGES = ("cifar10", "digits")  # any other name of data is a text
+
+
+def run_figure(
+    figure: Figure,
+    scale: Scale,
+    out: Path,
+    *,
+    data: Sequence[str] = (),
+    data_folder: Path | None = None,
+    seeds: int | None = None,
+    jobs: int = 1,
+    command: str = "",
+    say: Say = lambda line: print(line, file=sys.stderr),
+) -> FigureResults:
+    """Train every curve of `figure` for each seed, and write the results to `out`.
+
+    `data`: other images, or another text, than the figure's own.
+    """
+    check_writable(out)
+    load = Loader(Source(data_folder))
+    curves = [(curve.label, scaled(curve.run, scale, _data_for(curve.run, data))) for curve in figure.curves]
+    runs = [(label, run.with_seed(seed)) for seed in range(seeds or scale.seeds) for label, run in curves]
+    unique = list(dict.fromkeys(run for _, run in runs))  # curves may share a run
+    costs = estimate(unique, load, out / "runs", jobs, say)
+    names = {run: f"{label}, seed {run.seed}" for label, run in runs}
+    bar = Bar([names[run] for run in unique], costs)
+    try:
+        results = dict(zip(unique, run_all(unique, load, out / "runs", jobs, bar), strict=True))
+    finally:
+        bar.close()
+    by_label = {label: [results[run] for other, run in runs if other == label] for label, _ in curves}
+    sets = {run.data: load(run) for _, run in runs}
+    notes = [each.note for each in sets.values() if isinstance(each, Images)]
+    found = FigureResults(figure, scale.name, list(sets), "; ".join(notes), command, by_label)
+    found.write(out)
+    return found
+
+
+def _data_for(run: Run, data: Sequence[str]) -> str | None:
+    """The choice of data of the kind that the run learns from, if there is one."""
+    fitting = [name for name in data if run.is_text != (name in IMAGES)]
+    return fitting[-1] if fitting else None
+
+
+def estimate(runs: list[Run], load: Loader, root: Path, jobs: int, say: Say) -> list[float]:
+    """Seconds that each of `runs` will take, by a few updates of each kind, and a word about it."""
+    missing = [run for run in runs if not (root / run.address(load(run).fingerprint) / RESULT).exists()]
+    known: dict[Run, float] = {}
+    threads = torch.get_num_threads()
+    if missing:
+        say(f"{len(missing)} runs to train, {len(runs) - len(missing)} done before; measuring how long they take ...")
+        torch.set_num_threads(max(threads // jobs, 1))
+        for run in missing:
+            if run.with_seed(0) not in known:
+                known[run.with_seed(0)] = seconds(run, load)
+        torch.set_num_threads(threads)
+    costs = [known[run.with_seed(0)] if run in set(missing) else 0.0 for run in runs]
+    if missing:
+        say(f"about {duration(max(sum(costs) / jobs, max(costs)))} in {jobs} process{'es' * (jobs > 1)}")
+    return costs
+
+
+def duration(length: float) -> str:
+    if length < 90:
+        return f"{length:.0f} s"
+    return f"{length / 60:.0f} min" if length < 5400 else f"{length / 3600:.1f} h"

@@ -1,0 +1,42 @@
+"""How a network is doing: numbers in the log by which a bad end can be traced to its beginning."""
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+
+from .. import StreamingNorm
+
+
+class GradientNorm:
+    """The length of the gradient that an update uses, taken only when `wanted`."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.wanted, self.norm = False, math.nan
+        optimizer.register_step_pre_hook(self._before_step)
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, *rest: Any) -> None:
+        if self.wanted:
+            gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+            self.norm = float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients))))
+
+
+def health(model: nn.Module, gradient: float) -> dict[str, float]:
+    """`gradient`: length of the latest gradient. `sigma_min`, `sigma_max`: over all statistics kept. `drift`: the
+    largest relative difference between the long- and the short-term sigma of a streaming layer."""
+    found: dict[str, float] = {"gradient": gradient}
+    kept = [getattr(module, "sigma", None) for module in model.modules()]
+    sigmas = [sigma.detach() for sigma in kept if isinstance(sigma, torch.Tensor) and sigma.numel()]
+    if sigmas:
+        found["sigma_min"] = min(float(sigma.min()) for sigma in sigmas)
+        found["sigma_max"] = max(float(sigma.max()) for sigma in sigmas)
+    drifts = [_drift(m) for m in model.modules() if isinstance(m, StreamingNorm)]
+    if drifts:
+        found["drift"] = max(drifts)
+    return found
+
+
+def _drift(layer: StreamingNorm) -> float:
+    stats = layer.stats
+    return 0.0 if stats.empty else float((stats.short[1] / stats.long[1] - 1).abs().max())

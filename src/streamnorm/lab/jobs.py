@@ -1,0 +1,164 @@
+"""Many runs: found again where they were trained before, the rest trained here or in several processes.
+
+Each worker has a pipe of its own and nothing shared, so the death of one, however sudden, leaves the others working
+and its run to be gone on with.
+"""
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from .data import Images, Text, load_images, load_text
+from .errors import JobError
+from .runs import Run
+from .tasks import EVALUATION_BATCH
+from .train import Row, Training, train
+
+MEASURED_SECONDS = 0.4
+
+
+class Progress(Protocol):
+    def advance(self, i: int, done: int, total: int, loss: float) -> None:
+        """Run i has made `done` of its `total` updates."""
+
+    def end(self, i: int) -> None: ...
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where data comes from; loaded in each process that needs it."""
+
+    folder: Path | None = None
+
+    def load(self, run: Run) -> Images | Text:
+        return load_text(run.data, self.folder) if run.is_text else load_images(run.data, self.folder)
+
+
+class Loader:
+    """Data by name, loaded once."""
+
+    def __init__(self, source: Source) -> None:
+        self.source, self.loaded = source, {}  # type: Source, dict[str, Images | Text]
+
+    def __call__(self, run: Run) -> Images | Text:
+        if run.data not in self.loaded:
+            self.loaded[run.data] = self.source.load(run)
+        return self.loaded[run.data]
+
+
+def run_all(runs: Sequence[Run], load: Loader, root: Path, jobs: int, progress: Progress) -> list[Row]:
+    """The results of `runs`, in order. `root`: the folder of all runs."""
+    if jobs == 1 or len(runs) == 1:
+        return [_run_here(i, run, load, root, progress) for i, run in enumerate(runs)]
+    return _run_in_processes(runs, load, root, min(jobs, len(runs)), progress)
+
+
+def _run_here(i: int, run: Run, load: Loader, root: Path, progress: Progress) -> Row:
+    result = train(run, load(run), root, lambda done, total, loss: progress.advance(i, done, total, loss))
+    progress.end(i)
+    return result
+
+
+def _run_in_processes(runs: Sequence[Run], load: Loader, root: Path, jobs: int, progress: Progress) -> list[Row]:
+    results: dict[int, Row] = {}
+    waiting = list(range(len(runs)))
+    threads = max(torch.get_num_threads() // jobs, 1)
+    workers = [Worker(load.source, root, threads) for _ in range(jobs)]
+    try:
+        while len(results) < len(runs):
+            for worker in workers:
+                if worker.run is None and waiting:
+                    worker.give(waiting.pop(0), runs)
+            busy = {worker.pipe: worker for worker in workers if worker.run is not None}
+            for pipe in wait(list(busy), timeout=1):
+                worker = busy[pipe]  # type: ignore[index]
+                kind, *rest = worker.hear()
+                i = worker.run
+                assert i is not None
+                if kind == "progress":
+                    progress.advance(i, *rest)
+                elif kind == "result":
+                    results[i], worker.run = rest[0], None
+                    progress.end(i)
+                else:
+                    raise JobError(rest[0])
+    finally:
+        for worker in workers:
+            worker.stop()
+    return [results[i] for i in range(len(runs))]
+
+
+class Worker:
+    """A process that trains the runs it is given, one after the other."""
+
+    def __init__(self, source: Source, root: Path, threads: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=_work, args=(theirs, source, root, threads), daemon=True)
+        self.process.start()
+        theirs.close()
+        self.run: int | None = None
+
+    def give(self, i: int, runs: Sequence[Run]) -> None:
+        self.run = i
+        self.pipe.send(runs[i])
+
+    def hear(self) -> tuple[Any, ...]:
+        try:
+            return tuple(self.pipe.recv())
+        except (EOFError, ConnectionError):
+            self.process.join(5)
+            code = self.process.exitcode
+            return "failed", f"a worker ended with exit code {code}: run the same command again to go on"
+
+    def stop(self) -> None:
+        """Ask the process to save where it is, and wait until it has."""
+        if self.run is not None and self.process.is_alive() and self.process.pid:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.process.pid, signal.SIGTERM)
+        self.pipe.close()
+        self.process.join()
+
+
+def _work(pipe: Connection, source: Source, root: Path, threads: int) -> None:
+    torch.set_num_threads(threads)
+    load = Loader(source)
+    with contextlib.suppress(EOFError, ConnectionError, KeyboardInterrupt):
+        while True:
+            run: Run = pipe.recv()
+            try:
+                result = train(run, load(run), root, lambda *news: pipe.send(("progress", *news)))
+            except Exception as error:
+                pipe.send(("failed", f"{type(error).__name__}: {error}"))
+                return
+            pipe.send(("result", result))
+
+
+def seconds(run: Run, load: Loader) -> float:
+    """An estimate of the time that `run` takes here in one process, from a few updates and a little evaluation."""
+    data, share = load(run), 1.0
+    if isinstance(data, Images):  # evaluate a part
+        size = len(data.test[: run.test_size])
+        share = min(EVALUATION_BATCH / size, 1.0)
+        few = replace(run, test_size=min(EVALUATION_BATCH, size))
+    training = Training(few if share < 1 else run, data, Path())
+    training.update()  # warm-up
+    if training.outcome != "finished":
+        return 0.0
+    start, first = time.perf_counter(), training.done
+    while (spent := time.perf_counter() - start) < MEASURED_SECONDS and training.done <= max(training.total, 2):
+        training.update()
+    update = spent / (training.done - first)
+    start = time.perf_counter()
+    training.evaluate_model()
+    evaluation = (time.perf_counter() - start) / share
+    return training.total * (update + evaluation * run.batches / run.evaluate)

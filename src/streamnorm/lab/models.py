@@ -1,0 +1,166 @@
+"""The networks of the paper's experiments, with any norm (section 6 of the design; A and D are reconstructed).
+
+A norm is made by `make(channels, steps)` and called as `norm(x, step=t)`: t counts the calls in one forward pass, which
+time-specific norms need to know.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from .. import GRU, RNN, GeneralBatchNorm, SampleNorm, StreamingNorm, TimeSpecificNorm
+from .runs import Norm, Run
+
+Make = Callable[[int, int], nn.Module]
+
+
+def make_norm(norm: Norm, channels: int, steps: int, **place: object) -> nn.Module:
+    """The layer that `norm` describes; `steps`: how often it is called in one forward pass."""
+    statistic = {"ref": norm.ref, "p": norm.p, "center": norm.center} | place
+    if norm.kind == "sample":
+        return SampleNorm(channels, **statistic)  # type: ignore[arg-type]
+    if norm.kind == "batch":
+        return GeneralBatchNorm(channels, **statistic)  # type: ignore[arg-type]
+    if norm.kind == "timed":
+        return TimeSpecificNorm(channels, steps, **statistic)  # type: ignore[arg-type]
+    if norm.kind == "streaming":
+        return StreamingNorm(channels, alpha=norm.alpha, beta=norm.beta, **statistic)  # type: ignore[arg-type]
+    raise ValueError(f"norm kind {norm.kind!r}: must be sample, batch, timed or streaming")
+
+
+def build(run: Run, symbols: int = 0) -> nn.Module:
+    """The network of a run; `symbols`: those of the text. Seed torch first: the weights are drawn here."""
+    make = partial(make_norm, run.norm)
+    if run.net == "A":
+        return NetA(make, run.width)
+    if run.net == "C":
+        return NetC(make, run.width, *run.unroll, tied=run.tied)
+    if run.net == "D":
+        return NetD(make, run.width, run.unroll[0])
+    if run.is_text:
+        return CharModel(run, symbols)
+    raise ValueError(f"net {run.net!r}: must be A, C, D, rnn or gru")
+
+
+class NetA(nn.Module):
+    """Fully connected: three times Linear - norm - ReLU, and a Linear."""
+
+    def __init__(self, make: Make, width: int) -> None:
+        super().__init__()
+        sizes = [3 * 32 * 32, width, width, width]
+        self.products = nn.ModuleList(nn.Linear(a, b, bias=False) for a, b in pairwise(sizes))
+        self.norms = nn.ModuleList(make(size, 1) for size in sizes[1:])
+        self.head = nn.Linear(width, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x.flatten(1)
+        for product, norm in zip(self.products, self.norms, strict=True):
+            h = torch.relu(norm(product(h)))
+        return cast(Tensor, self.head(h))
+
+
+class Transition(nn.Module):
+    """Norm - ReLU - convolution."""
+
+    def __init__(self, norm: nn.Module, convolution: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.convolution = norm, convolution
+
+    def forward(self, h: Tensor, step: int = 0) -> Tensor:
+        return cast(Tensor, self.convolution(torch.relu(self.norm(h, step=step))))
+
+
+class Block(nn.Module):
+    """h + Conv(ReLU(N2(Conv(ReLU(N1(h))))))"""
+
+    def __init__(self, make: Make, width: int, steps: int) -> None:
+        super().__init__()
+        self.one = Transition(make(width, steps), conv3x3(width, width))
+        self.two = Transition(make(width, steps), conv3x3(width, width))
+
+    def forward(self, h: Tensor, step: int = 0) -> Tensor:
+        return cast(Tensor, h + self.two(self.one(h, step), step))
+
+
+class Readout(nn.Module):
+    """ReLU(N(h)), average over space, Linear."""
+
+    def __init__(self, make: Make, width: int) -> None:
+        super().__init__()
+        self.norm, self.head = make(width, 1), nn.Linear(width, 10)
+
+    def forward(self, h: Tensor) -> Tensor:
+        return cast(Tensor, self.head(torch.relu(self.norm(h)).mean((2, 3))))
+
+
+class NetC(nn.Module):
+    """Residual: a block repeated `first` times, a transition to half the size, a block repeated `second` times.
+
+    Tied, a block repeats with the same weights and the same norms: a convolutional RNN. With `first = second = 1` this
+    is net B.
+    """
+
+    def __init__(self, make: Make, width: int, first: int, second: int, tied: bool = True) -> None:
+        super().__init__()
+        self.tied, self.repeats = tied, (first, second)
+        self.stem = conv3x3(3, width)
+        self.stages = nn.ModuleList(
+            nn.ModuleList(Block(make, width, k if tied else 1) for _ in range(1 if tied else k)) for k in self.repeats
+        )
+        self.transition = Transition(make(width, 1), conv3x3(width, width, stride=2))
+        self.readout = Readout(make, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self._stage(0, self.stem(x))
+        return cast(Tensor, self.readout(self._stage(1, self.transition(h))))
+
+    def _stage(self, i: int, h: Tensor) -> Tensor:
+        blocks = cast(nn.ModuleList, self.stages[i])
+        for t in range(self.repeats[i]):
+            h = blocks[0](h, t) if self.tied else blocks[t](h)
+        return h
+
+
+class NetD(nn.Module):
+    """Densely recurrent: two states, each fed by both at every step."""
+
+    def __init__(self, make: Make, width: int, steps: int) -> None:
+        super().__init__()
+        self.steps = steps
+        self.stem = conv3x3(3, width)
+        up = nn.ConvTranspose2d(width, width, 4, stride=2, padding=1)
+        self.t11, self.t22, self.t12, self.t21 = (
+            Transition(make(width, steps), convolution)
+            for convolution in (conv3x3(width, width), conv3x3(width, width), conv3x3(width, width, stride=2), up)
+        )
+        self.readout = Readout(make, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        one = self.stem(x)
+        two = one.new_zeros(*one.shape[:2], one.shape[2] // 2, one.shape[3] // 2)
+        for t in range(self.steps):
+            one, two = one + self.t11(one, t) + self.t21(two, t), two + self.t22(two, t) + self.t12(one, t)
+        return cast(Tensor, self.readout(two))
+
+
+class CharModel(nn.Module):
+    """A recurrent layer over characters, and a Linear to the next character's logits."""
+
+    def __init__(self, run: Run, symbols: int) -> None:
+        super().__init__()
+        layer = {"rnn": RNN, "gru": GRU}[run.net]
+        self.recurrent = layer(symbols, run.width, norm=partial(make_norm, run.norm, steps=run.chunk))
+        self.head = nn.Linear(run.width, symbols)
+
+    def forward(self, text: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
+        """`text` `(T, N)` -> logits `(T, N, symbols)` and the state to go on from."""
+        output, state = self.recurrent(text, state)
+        return self.head(output), cast(Tensor, state).detach()
+
+
+def conv3x3(inputs: int, outputs: int, stride: int = 1) -> nn.Conv2d:
+    return nn.Conv2d(inputs, outputs, 3, stride=stride, padding=1)
