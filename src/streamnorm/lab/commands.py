@@ -7,11 +7,11 @@ from statistics import fmean
 
 from .claims import Verdict, judge
 from .errors import LabError
-from .experiment import run_figure
+from .experiment import IMAGES, run_figure
 from .figures import FIGURES, Figure
 from .plot import draw, style
 from .report import write_report
-from .results import FigureResults, final, mean_and_error, read_folder
+from .results import FigureResults, Result, final, mean_and_error, read_folder
 from .scales import SCALES
 
 
@@ -34,6 +34,8 @@ def run(
 ) -> None:
     """Train figures, and show what came out: a table, the claims, a drawing."""
     figures = _figures(names)
+    for figure in figures:
+        _check_data(figure, data)
     with style():  # needs matplotlib: said before the hours of work, not after
         pass
     for figure in figures:
@@ -75,17 +77,26 @@ def _figures(names: Sequence[str]) -> list[Figure]:
     return [FIGURES[name] for name in dict.fromkeys(names)]
 
 
+def _check_data(figure: Figure, data: Sequence[str]) -> None:
+    """Refuse data that no curve of the figure can learn from."""
+    kinds = {curve.run.is_text for curve in figure.curves}
+    if data and kinds == {False} and not any(name in IMAGES for name in data):
+        raise LabError(f"{figure.name} learns from images, not from {data[-1]}: use --data cifar10 or digits")
+    if data and kinds == {True} and all(name in IMAGES for name in data):
+        raise LabError(f"{figure.name} learns from text, not from {data[-1]}: use --data shakespeare or a text file")
+
+
 def table(results: FigureResults) -> str:
     """The ends of all curves: mean and standard error over the seeds."""
     columns = ["train_loss", "train_error", "test_loss", "test_error"]
-    first = next(iter(results.curves.values()))[0]
-    shown = [name for name in columns if name.split("_")[1] in first["chance"]]
+    known = {name for runs in results.curves.values() for name in runs[0]["chance"]}
+    shown = [name for name in columns if name.split("_")[1] in known]
     heads = [name.replace("_", " ") + (" %" if "error" in name else "") for name in shown]
-    width = max(map(len, results.curves))
-    lines = [f"{results.figure.title}: {results.scale}, {len(results.seeds)} seeds, on {', '.join(results.data)}"]
+    width, seeds = max(map(len, results.curves)), len(results.seeds)
+    lines = [f"{results.figure.title}: {results.scale}, {seeds} seed{'s' * (seeds != 1)}, on {', '.join(results.data)}"]
     lines.append(" " * width + "".join(f"{head:>18}" for head in heads) + f"{'seconds':>10}")
     for label, runs in results.curves.items():
-        cells = [_cell([final(run, name) for run in runs], 100 if "error" in name else 1) for name in shown]
+        cells = [_cell(runs, name) for name in shown]
         odd = sorted({run["outcome"] for run in runs} - {"finished"})
         lines.append(
             f"{label:{width}}" + "".join(f"{cell:>18}" for cell in cells)
@@ -94,16 +105,22 @@ def table(results: FigureResults) -> str:
     return "\n".join(lines)
 
 
-def _cell(values: list[float], factor: float) -> str:
-    mean, error = mean_and_error(value * factor for value in values)
-    digits = 1 if factor == 100 else 3
-    return f"{mean:.{digits}f} ± {error:.{digits}f}" if len(values) > 1 else f"{mean:.{digits}f}"
+def _cell(runs: Sequence[Result], name: str) -> str:
+    kind = name.split("_")[1]
+    if kind not in runs[0]["chance"]:
+        return ""
+    factor, digits = (100, 1) if kind == "error" else (1, 3)
+    mean, error = mean_and_error(final(run, name) * factor for run in runs)
+    return f"{mean:.{digits}f} ± {error:.{digits}f}" if len(runs) > 1 else f"{mean:.{digits}f}"
 
 
 def verdicts(claims: Sequence[Verdict]) -> str:
-    lines = [
-        f"{claim.outcome:20} {claim.text}: {claim.mean:+.3f} ± {claim.error:.3f} {claim.unit}"
-        + (f" [{claim.scale}]" if len({other.scale for other in claims}) > 1 else "")
+    """Every claim with its outcome and number."""
+    several = len({claim.file_name for claim in claims}) > 1
+    return "\n".join(
+        f"{claim.outcome:20} {claim.text}: {claim.mean:+.3f}"
+        + (f" ± {claim.error:.3f}" if len(claim.values) > 1 else "")
+        + f" {claim.unit}"
+        + (f" [{claim.file_name}]" if several else "")
         for claim in claims
-    ]
-    return "\n".join(lines)
+    )

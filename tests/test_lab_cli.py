@@ -1,0 +1,254 @@
+"""The command line: every figure at smoke scale, what it prints and writes, interruptions, and bad command lines."""
+
+import fcntl
+import json
+import os
+import pty
+import re
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+from pathlib import Path
+
+import pytest
+from lab_results import results
+
+from streamnorm.cli import main
+from streamnorm.lab import commands
+from streamnorm.lab.experiment import duration
+from streamnorm.lab.figures import FIGURES
+from streamnorm.lab.jobs import Loader, Source, seconds
+from streamnorm.lab.results import read_folder
+from streamnorm.lab.scales import QUICK, SMOKE, scaled
+
+ROOT = Path(__file__).parent.parent
+COMMAND = [sys.executable, "-m", "streamnorm"]
+ONE_THREAD = os.environ | {"OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture(scope="module")
+def text_file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text((ROOT / "README.md").read_text() * 2)
+    return path
+
+
+@pytest.fixture(scope="module")
+def all_figures(tmp_path_factory, text_file):
+    """A folder with the results of every figure."""
+    out = tmp_path_factory.mktemp("all")
+    data = ["--data", "digits", "--data", str(text_file)]
+    assert main(["run", "all", "--preset", "smoke", *data, "--out", str(out)]) == 0
+    return out
+
+
+def test_every_figure_runs(all_figures):
+    found = {each.figure.name: each for each in read_folder(all_figures)}
+    assert set(found) == set(FIGURES)
+    for name, each in found.items():
+        assert list(each.curves) == [curve.label for curve in FIGURES[name].curves]
+        for label, runs in each.curves.items():
+            alone = label in ("BN 1 x 32", "Online: BN", "Online: TSBN")
+            assert [run["outcome"] for run in runs] == ["refused" if alone else "finished"], (name, label)
+        stem = all_figures / each.file_name
+        assert stem.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+        assert "<svg" in stem.with_suffix(".svg").read_text()
+        assert each.command.startswith("streamnorm run all --preset smoke")
+    runs = {path.name for path in (all_figures / "runs").iterdir()}
+    used = {run["id"] for each in found.values() for curve in each.curves.values() for run in curve}
+    assert runs == used
+
+
+def test_what_was_trained_is_not_trained_again(all_figures, text_file, capsys):
+    data = ["--data", "digits", "--data", str(text_file)]
+    before = {path: path.stat().st_mtime_ns for path in all_figures.glob("runs/*/result.json")}
+    assert main(["run", "online", "rnn", "--preset", "smoke", *data, "--out", str(all_figures)]) == 0
+    assert {path: path.stat().st_mtime_ns for path in all_figures.glob("runs/*/result.json")} == before
+    output = capsys.readouterr()
+    assert "to train" not in output.err
+    assert "%" not in output.err.replace("100 %", "")  # no progress bar: nobody looks
+    assert re.search(r"streaming 1 x 32 +\d\.\d{3} +\d+\.\d +\d+\.\d{3} +\d+\.\d", output.out)
+    assert "BN 1 x 32" in output.out
+    assert "refused" in output.out
+    assert "not enough evidence" in output.out
+
+
+def test_the_report(all_figures, capsys):
+    assert main(["report", "--out", str(all_figures)]) == 0
+    page = (all_figures / "report.html").read_text()
+    for figure in FIGURES.values():
+        assert figure.title in page
+    assert page.count("<img") == len(FIGURES)
+    assert str(all_figures / "report.html") in capsys.readouterr().out
+
+
+def test_list(capsys):
+    assert main(["list"]) == 0
+    listed = capsys.readouterr().out
+    assert all(f"{figure.name} " in listed and figure.paper in listed for figure in FIGURES.values())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["run", "olnine"], ["no figure called 'olnine'", "online"]),
+        (["run"], ["FIGURE"]),
+        (["walk"], ["walk", "run"]),
+        ([], ["COMMAND"]),
+        (["run", "online", "--preset", "huge"], ["huge", "smoke", "quick"]),
+        (["run", "online", "--seeds", "0"], ["'0'", "1 or more"]),
+        (["run", "online", "--jobs", "two"], ["'two'", "whole number"]),
+        (["run", "online", "--data-dir", "nowhere"], ["no CIFAR-10 in nowhere", "cifar-10-batches-bin"]),
+        (["run", "rnn", "--data", "missing.txt"], ["missing.txt", "path of a text file"]),
+        (["run", "online", "--data", "shakespeare"], ["online learns from images", "digits"]),
+        (["run", "rnn", "--data", "digits"], ["rnn learns from text", "shakespeare"]),
+        (["run", "online", "--data", "digits", "--out", "file/inside"], ["cannot write file/inside", "--out"]),
+        (["report", "--out", "empty"], ["no results in empty", "streamnorm run"]),
+        (["report", "--out", "odd"], ["odd.json is no result of streamnorm"]),
+        (["report", "--out", "broken"], ["broken.json cannot be read"]),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_bad_command_lines_end_with_one_line_and_code_2(arguments, words, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("")
+    for name, content in (("odd", '{"figure": "no such"}'), ("broken", '{"figure":')):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / f"{name}.json").write_text(content)
+    try:
+        code = main(arguments)
+    except SystemExit as stopped:  # by argparse
+        code = stopped.code
+    output = capsys.readouterr()
+    assert code == 2
+    assert output.out == ""
+    assert all(word in output.err for word in words), output.err
+    last = output.err.splitlines()[-1]
+    assert last.startswith("streamnorm")
+    assert "Traceback" not in output.err
+
+
+@pytest.mark.parametrize(
+    ("package", "arguments", "works"),
+    [("matplotlib", ["run", "dau", "--data", "digits"], False), ("sklearn", ["run", "dau", "--data", "digits"], False),
+     ("matplotlib", ["list"], True), ("tqdm", ["run", "dau", "--data", "digits", "--preset", "smoke"], True)],
+)  # fmt: skip
+def test_a_missing_extra_is_named_before_the_work(package, arguments, works, tmp_path):
+    hidden = tmp_path / "hidden" / package
+    hidden.mkdir(parents=True)
+    (hidden / "__init__.py").write_text("raise ImportError('hidden')")
+    environment = ONE_THREAD | {"PYTHONPATH": str(tmp_path / "hidden")}
+    done = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, cwd=tmp_path, env=environment)
+    assert done.returncode == (0 if works else 2), done.stderr
+    if not works:
+        assert len(done.stderr.splitlines()) == 1
+        assert 'pip install "streamnorm[lab]"' in done.stderr
+        assert not list(tmp_path.glob("results/runs/*"))
+
+
+def start(*arguments, **options):
+    return subprocess.Popen(
+        [*COMMAND, *map(str, arguments)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ONE_THREAD,
+        **options,
+    )  # fmt: skip
+
+
+def wait_for(condition, process):
+    limit = time.monotonic() + 300
+    while not condition() and process.poll() is None:
+        assert time.monotonic() < limit
+        time.sleep(0.02)
+
+
+ONLINE = ["run", "online", "--preset", "smoke", "--data", "digits", "--jobs", "2"]
+
+
+def test_several_processes_give_the_same_and_survive_interrupts(all_figures, tmp_path):
+    """Two workers; Ctrl-C as a terminal sends it, to all of them; then a worker is killed; then it ends as without."""
+    out = tmp_path / "out"
+    first = start(*ONLINE, "--out", out, start_new_session=True)
+    wait_for(lambda: len(list(out.glob("runs/*"))) > 1, first)
+    os.killpg(first.pid, signal.SIGINT)
+    _, errors = first.communicate(timeout=300)
+    assert first.returncode == 130, errors
+    assert "the same command goes on from here" in errors
+    assert "Traceback" not in errors
+
+    second = start(*ONLINE, "--seeds", "3", "--out", out)
+    wait_for(lambda: workers_of(second.pid), second)
+    os.kill(workers_of(second.pid)[0], signal.SIGKILL)
+    _, errors = second.communicate(timeout=300)
+    assert second.returncode == 2, errors
+    assert "a worker ended with exit code -9: run the same command again to go on" in errors
+
+    third = start(*ONLINE, "--out", out)
+    _, errors = third.communicate(timeout=300)
+    assert third.returncode == 0, errors
+    (here,), there = read_folder(out), {each.figure.name: each for each in read_folder(all_figures)}["online"]
+    for label, (run,) in here.curves.items():
+        for name, values in run["curves"].items():
+            assert values == pytest.approx(there.curves[label][0]["curves"][name], rel=1e-3, nan_ok=True), (label, name)
+
+
+def workers_of(parent):
+    """Processes that train for `parent`, by the table of processes; not the one that tracks their resources."""
+    listed = subprocess.run(["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True, check=True).stdout
+    rows = [line.split(None, 2) for line in listed.splitlines()[1:]]
+    return [int(pid) for pid, ppid, args in rows if int(ppid) == parent and "spawn_main" in args]
+
+
+def test_on_a_terminal_there_is_a_progress_bar(tmp_path):
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(tmp_path)
+        os.environ.update(OMP_NUM_THREADS="1")
+        fcntl.ioctl(0, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 150, 0, 0))  # rows, columns
+        os.execv(sys.executable, [*COMMAND, "run", "rnn", "--preset", "smoke", "--data", str(ROOT / "README.md")])
+    shown = b""
+    while True:
+        try:
+            part = os.read(terminal, 65536)
+        except OSError:  # the other side has closed
+            break
+        if not part:
+            break
+        shown += part
+    _, status = os.waitpid(pid, 0)
+    os.close(terminal)
+    text = shown.decode()
+    assert os.waitstatus_to_exitcode(status) == 0, text
+    assert "3 runs to train, 0 done before" in text
+    assert re.search(r"about \d+ (s|min|h) in 1 process", text)
+    assert text.index("about ") < text.index("runs   0%")
+    assert re.search(r"\d+%\|.*\| \d\d:\d\d < .* updates/s, loss \d\.\d{3}", text), text
+
+
+def test_the_estimate_grows_with_the_work(text_file):
+    load = Loader(Source())
+    run = FIGURES["online"]["streaming 32 x 1"]
+    short, long = scaled(run, SMOKE, "digits"), scaled(run, QUICK, "digits")
+    assert 0 < seconds(short, load) < seconds(long, load)
+    assert seconds(scaled(FIGURES["online"]["BN 1 x 32"], SMOKE, "digits"), load) == 0  # cannot run
+
+
+def test_durations():
+    assert [duration(length) for length in (3, 89, 600, 5399, 7200)] == ["3 s", "89 s", "10 min", "90 min", "2.0 h"]
+
+
+def test_the_table_shows_means_and_standard_errors(tmp_path):
+    made = results("dau", seeds=2)
+    for run, end in zip(made.curves["2 x 1"], (0.25, 0.75), strict=True):
+        run["curves"]["test_error"][-1] = end
+    row = next(line for line in commands.table(made).splitlines() if line.startswith("2 x 1 "))
+    assert "50.0 ± 25.0" in row
+
+
+def test_results_can_be_read_back(tmp_path):
+    made = results("table", seeds=2)
+    path = made.write(tmp_path)
+    assert path.name == "table-quick.json"
+    assert read_folder(tmp_path) == [made]
+    assert json.loads(path.read_text())["figure"] == "table"
