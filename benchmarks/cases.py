@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
+import loop
 import torch
 import torch.nn.functional as F
 from nets import LayerNormGRU, LayerNormRNN, NetB
@@ -259,6 +260,10 @@ def net_b_compiled():
     }
 
 
+def lab_loop(run):
+    return {OURS: lambda: Run(*loop.loop(run)), loop.BARE: lambda: Run(*loop.bare(run))}
+
+
 def growth_of_layers(shapes):
     return {
         size: lambda shape=shape: forward_backward(StreamingNorm(shape[1]), *tensors(shape))
@@ -301,5 +306,7 @@ CASES = [
         {"alive: the input": 1.01, "peak: nn.BatchNorm2d": 1.0},
         kind="memory",
     ),
+    Case("lab/net_b-batch32", partial(lab_loop, loop.NET_B), {loop.BARE: 1.05}),
+    Case("lab/net_a-batch1", partial(lab_loop, loop.NET_A), {loop.BARE: 1.25}),
     *growth_cases(),
 ]

@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 import torch
 
-from streamnorm.lab import cifar, data, download, index
-from streamnorm.lab.data import DataError, load_images, load_text
+from streamnorm.lab import data
+from streamnorm.lab.data import DataError, cifar, download, index, load_images, load_text
 
 RECORDS = 20
 BIN, PY = cifar.FOLDERS

@@ -10,12 +10,12 @@ from lab_results import result, results
 
 from streamnorm.lab.errors import MissingExtra
 from streamnorm.lab.figures import FIGURES
-from streamnorm.lab.lines import best_region, ending, limits, line_of, lines_of, smoothed, value_at
-from streamnorm.lab.looks import looks_of
+from streamnorm.lab.view.lines import best_region, ending, limits, line_of, lines_of, smoothed, value_at
+from streamnorm.lab.view.looks import looks_of
 
 matplotlib = pytest.importorskip("matplotlib")
 
-from streamnorm.lab.plot import build, draw, render  # noqa: E402
+from streamnorm.lab.view.plot import build, draw, render  # noqa: E402
 
 
 def image_run(seed=0):

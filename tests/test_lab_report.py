@@ -13,8 +13,8 @@ import pytest
 from lab_results import result, results
 
 from streamnorm.lab.claims import Verdict, judge
-from streamnorm.lab.page import Html, html, tag
-from streamnorm.lab.report import report, write_report
+from streamnorm.lab.view.page import Html, html, tag
+from streamnorm.lab.view.report import report, write_report
 
 pytest.importorskip("matplotlib")
 

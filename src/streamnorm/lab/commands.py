@@ -9,10 +9,10 @@ from .claims import Verdict, judge
 from .errors import LabError
 from .experiment import IMAGES, run_figure
 from .figures import FIGURES, Figure
-from .plot import draw, style
-from .report import write_report
 from .results import FigureResults, Result, final, mean_and_error, read_folder
 from .scales import SCALES
+from .view.plot import draw, style
+from .view.report import write_report
 
 
 def list_figures() -> None:

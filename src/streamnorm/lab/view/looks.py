@@ -52,7 +52,7 @@ def looks_of(labels: Iterable[str]) -> dict[str, Look]:
         dashes = VARIANTS.get(variant, SOLID if main else DASHES[i % len(DASHES)])
         colour = COLOURS.get(method) or next(others)
         shape, hollow = (i // 2, variant == "B") if variant in ("B", "S") else (i, i % 12 > 5)
-        found[label] = Look(colour, dashes, MARKERS[shape % 6], hollow, 2.2 if main else 1.5)
+        found[label] = Look(colour, dashes, MARKERS[shape % 6], hollow, 1.8 if main else 1.5)
     return found
 
 

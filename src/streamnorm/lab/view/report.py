@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from .claims import Verdict
-from .errors import MissingExtra
+from ..claims import Verdict
+from ..errors import MissingExtra
+from ..results import FigureResults, Result, final, mean_and_error
+from ..scales import SCALES
+from ..store import write_text
 from .lines import ERROR, LOSS, Measure, ending, finished, measure_of, origin
 from .page import Html, folded, html, join, link, page, picture, table, tag, terms
 from .plot import render
-from .results import FigureResults, Result, final, mean_and_error
-from .scales import SCALES
-from .store import write_text
 
 TITLE = "Streaming normalization: the paper's experiments, run again"
 LEAD = (

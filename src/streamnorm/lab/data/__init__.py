@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ..errors import DataError
 from . import cifar, index
 from .download import cache_folder, fetch, keep
-from .errors import DataError
 
 __all__ = ["DataError", "Images", "Text", "cache_folder", "load_images", "load_text"]
 

@@ -17,8 +17,8 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
+from ..errors import DataError
 from .download import BLOCK, cache_folder, keep
-from .errors import DataError
 
 ADDRESS = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
 ADDRESS_SHA256 = "c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd"

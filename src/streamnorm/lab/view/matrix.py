@@ -5,8 +5,8 @@ from statistics import fmean
 from textwrap import wrap
 from typing import TYPE_CHECKING
 
+from ..results import FigureResults, Result, final, mean_and_error
 from .lines import ERROR, LOSS, ending, finished, origin
-from .results import FigureResults, Result, final, mean_and_error
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
-from .results import FigureResults, Result
+from ..results import FigureResults, Result
 
 Points = list[tuple[float, float]]  # epochs, value
+STEEP = 0.03  # share of the training, at its start, whose values may lie above the panel
 NEIGHBOURS = 50  # in the moving average of a text's training loss, as in the paper
 WORDS = {"refused": "cannot run"}  # other outcomes are their own word
 
@@ -130,11 +131,14 @@ def chance_of(results: FigureResults) -> float | None:
 
 
 def limits(lines: Sequence[Line], chance: float | None) -> tuple[float, float] | None:
-    """Of the values to show: a little beyond chance at most, however far a diverging curve goes."""
-    values = [value for line in lines for value in (*line.low, *line.high)]
+    """Of the values to show: without the steep fall at the very start, and a little beyond chance at most, however far
+    a diverging curve goes."""
+    values = [value for line in lines for value in line.low]
     if not values:
         return None
-    low, high = min(values), max(values)
+    start = STEEP * max(x for line in lines for x in line.x)
+    later = [value for line in lines for x, value in zip(line.x, line.high, strict=True) if x >= start]
+    low, high = min(values), max(later)
     if chance is not None and low < chance:
         high = min(high, 1.08 * chance)
     margin = 0.04 * (high - low) or 0.5

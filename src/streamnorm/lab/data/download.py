@@ -13,8 +13,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from urllib.parse import unquote, urlsplit, urlunsplit
 
-from .errors import DataError
-from .store import written_whole
+from ..errors import DataError
+from ..store import written_whole
 
 TIMEOUT = 30.0  # seconds of silence, not of the whole transfer
 BLOCK = 1 << 20  # bytes

@@ -6,12 +6,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .errors import MissingExtra
+from ..errors import MissingExtra
+from ..results import FigureResults
+from ..store import write_bytes
 from .lines import LOSS, Line, best_region, chance_of, limits, lines_of, measure_of, neighbours, origin
 from .looks import Look, looks_of
 from .matrix import draw_matrix
-from .results import FigureResults
-from .store import write_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -10,8 +10,8 @@ from html.parser import HTMLParser
 from importlib.util import find_spec
 from urllib.parse import urldefrag, urljoin, urlsplit, urlunsplit
 
+from ..errors import DataError
 from .download import opened, shown
-from .errors import DataError
 
 JSON = "application/vnd.pypi.simple.v1+json"
 ACCEPT = f"{JSON}, application/vnd.pypi.simple.v1+html;q=0.2, text/html;q=0.1"

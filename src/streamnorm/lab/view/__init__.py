@@ -1,0 +1,1 @@
+"""How results are shown: figures, and one page of everything."""
