@@ -1,3 +1,6 @@
+import os
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import settings
@@ -5,7 +8,18 @@ from hypothesis import settings
 settings.register_profile("laws", deadline=None, derandomize=True, max_examples=40)
 settings.load_profile("laws")
 
+if "PYTEST_XDIST_WORKER" in os.environ:  # several processes share the cores
+    torch.set_num_threads(1)
+
 
 @pytest.fixture(autouse=True)
 def _seeded():
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def text_file(tmp_path_factory):
+    """A text long enough to learn from."""
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text((Path(__file__).parent.parent / "README.md").read_text() * 2)
+    return path

@@ -10,11 +10,11 @@ import struct
 import subprocess
 import sys
 import termios
-import time
 from pathlib import Path
 
 import pytest
 from lab_results import results
+from processes import wait_for
 
 from streamnorm.cli import main
 from streamnorm.lab import commands
@@ -27,13 +27,6 @@ from streamnorm.lab.scales import QUICK, SMOKE, scaled
 ROOT = Path(__file__).parent.parent
 COMMAND = [sys.executable, "-m", "streamnorm"]
 ONE_THREAD = os.environ | {"OMP_NUM_THREADS": "1"}
-
-
-@pytest.fixture(scope="module")
-def text_file(tmp_path_factory):
-    path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_text((ROOT / "README.md").read_text() * 2)
-    return path
 
 
 @pytest.fixture(scope="module")
@@ -154,13 +147,6 @@ def start(*arguments, **options):
         [*COMMAND, *map(str, arguments)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ONE_THREAD,
         **options,
     )  # fmt: skip
-
-
-def wait_for(condition, process):
-    limit = time.monotonic() + 300
-    while not condition() and process.poll() is None:
-        assert time.monotonic() < limit
-        time.sleep(0.02)
 
 
 ONLINE = ["run", "online", "--preset", "smoke", "--data", "digits", "--jobs", "2"]

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from processes import wait_for
 
 from streamnorm.lab.data import load_images, load_text
 from streamnorm.lab.errors import DataError, StoreError
@@ -33,13 +34,6 @@ IMAGE_RUN = Run(
 @pytest.fixture(scope="module")
 def digits():
     return load_images("digits")
-
-
-@pytest.fixture(scope="module")
-def text_file(tmp_path_factory):
-    path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_text((ROOT / "README.md").read_text() * 2)
-    return path
 
 
 @pytest.fixture(scope="module")
@@ -296,14 +290,6 @@ def end(process):
     """How it ended: exit code and error output."""
     _, errors = process.communicate(timeout=300)
     return process.returncode, errors
-
-
-def wait_for(condition, process):
-    """Until `condition`, or the end of the process."""
-    limit = time.monotonic() + 300
-    while not condition() and process.poll() is None:
-        assert time.monotonic() < limit
-        time.sleep(0.01)
 
 
 def ending(out):

@@ -34,8 +34,7 @@ def run(
 ) -> None:
     """Train figures, and show what came out: a table, the claims, a drawing."""
     figures = _figures(names)
-    for figure in figures:
-        _check_data(figure, data)
+    _check_data(figures, data)
     with style():  # needs matplotlib: said before the hours of work, not after
         pass
     for figure in figures:
@@ -77,13 +76,17 @@ def _figures(names: Sequence[str]) -> list[Figure]:
     return [FIGURES[name] for name in dict.fromkeys(names)]
 
 
-def _check_data(figure: Figure, data: Sequence[str]) -> None:
-    """Refuse data that no curve of the figure can learn from."""
-    kinds = {curve.run.is_text for curve in figure.curves}
-    if data and kinds == {False} and not any(name in IMAGES for name in data):
-        raise LabError(f"{figure.name} learns from images, not from {data[-1]}: use --data cifar10 or digits")
-    if data and kinds == {True} and all(name in IMAGES for name in data):
-        raise LabError(f"{figure.name} learns from text, not from {data[-1]}: use --data shakespeare or a text file")
+def _check_data(figures: Sequence[Figure], data: Sequence[str]) -> None:
+    """Refuse data that none of the figures can learn from."""
+    names, kinds = (
+        ", ".join(figure.name for figure in figures),
+        {curve.run.is_text for f in figures for curve in f.curves},
+    )
+    for name in data:
+        if name in IMAGES and kinds == {True}:
+            raise LabError(f"{names} learns from text, not from {name}: use --data shakespeare or a text file")
+        if name not in IMAGES and kinds == {False}:
+            raise LabError(f"{names} learns from images, not from {name}: use --data cifar10 or digits")
 
 
 def table(results: FigureResults) -> str:
