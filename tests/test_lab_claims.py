@@ -9,6 +9,7 @@ from lab_results import results
 from streamnorm.lab import measures
 from streamnorm.lab.claims import CLAIMS, OPEN, REPRODUCED, REVERSED, TABLE, judge, outcome
 from streamnorm.lab.figures import FIGURES, SCENARIOS
+from streamnorm.lab.results import final, points
 
 
 @pytest.mark.parametrize(
@@ -72,6 +73,23 @@ def test_what_cannot_run_counts_as_guessing():
     assert measures.end(found, "BN 1 x 32", 0, "test_error") == pytest.approx(90)
     found = results("rnn", seeds=3, outcomes={"LN": ["finished", "diverged", "finished"]})
     assert all(claim.outcome in (OPEN, REPRODUCED, REVERSED) for claim in judge(found))
+
+
+def test_a_short_last_row_of_training_is_joined_to_the_one_before():
+    """Rows at updates 10, 20 and 22: the end is the mean over the last 12 updates."""
+    run = results("dau", seeds=1).curves["8 x 1"][0]
+    run["curves"] = {
+        "update": [10, 20, 22],
+        "epoch": [1, 2, 2.2],
+        "train_loss": [3.0, 1.0, 4.0],
+        "test_loss": [3, 2, 1],
+    }
+    assert points(run, "train_loss") == [(1, 3.0), (2.2, pytest.approx((10 * 1.0 + 2 * 4.0) / 12))]
+    assert points(run, "test_loss") == [(1, 3), (2, 2), (2.2, 1)]
+    assert final(run, "train_loss") == pytest.approx(1.5)
+    run["curves"]["update"] = [10, 20, 30]
+    assert final(run, "train_loss") == 4.0
+    assert points(run, "absent") == []
 
 
 def test_similar_means_within_three_points():

@@ -109,7 +109,7 @@ def _dau() -> list[Claim]:
     paper = "figure DAU: significantly improves batch norm with few samples per batch"
     pairs = [(few, many) for few, many in (("2 x 1", "2 x 16"), ("8 x 1", "8 x 4"))]
     return [pair("dau", many, few, name, paper) for few, many in pairs for name in ("train_loss", "test_error")] + [
-        pair("dau", "32 x 1", "2 x 16", "train_loss", "design: small batches are rescued in part")
+        pair("dau", "32 x 1", "2 x 16", "train_loss", "figure DAU: small batches are rescued in part")
     ]
 
 

@@ -64,12 +64,29 @@ def read_folder(folder: Path) -> list[FigureResults]:
     return sorted(found, key=lambda each: order.index(each.figure.name))
 
 
+def points(result: Result, name: str) -> list[tuple[float, float | None]]:
+    """A curve: epochs and values.
+
+    A training value is the mean since the row before. The last row may cover only a few updates and be mostly chance:
+    it is joined to the one before.
+    """
+    curves = result["curves"]
+    if name not in curves:
+        return []
+    rows = list(zip(curves["update"], curves["epoch"], curves[name], strict=True))
+    if name.startswith("train_") and len(rows) > 2:
+        (start, *_), (middle, _, one), (end, epoch, two) = rows[-3:]
+        before, last = middle - start, end - middle
+        if last < before and one is not None and two is not None:
+            rows[-2:] = [(end, epoch, (one * before + two * last) / (before + last))]
+    return [(epoch, value) for _, epoch, value in rows]
+
+
 def final(result: Result, name: str) -> float:
-    """The last value of a curve; what guessing gives where the run could not run or did not end."""
-    values = result["curves"].get(name) or [None]
-    if result["outcome"] != "finished" or values[-1] is None:
-        return float(result["chance"][name.split("_")[1]])
-    return float(values[-1])
+    """The end of a curve; what guessing gives where the run could not run or did not end."""
+    rows = points(result, name)
+    value = rows[-1][1] if rows and result["outcome"] == "finished" else None
+    return float(result["chance"][name.split("_")[1]] if value is None else value)
 
 
 def mean_and_error(values: Iterable[float]) -> tuple[float, float]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
-from ..results import FigureResults, Result
+from ..results import FigureResults, Result, points
 
 Points = list[tuple[float, float]]  # epochs, value
 STEEP = 0.03  # share of the training, at its start, whose values may lie above the panel
@@ -68,7 +68,7 @@ def lines_of(results: FigureResults, column: str) -> list[Line]:
 def line_of(label: str, results: list[Result], column: str, factor: float, smooth: bool) -> Line:
     """Where some runs finished, the line is theirs; where none did, it goes as far as they came."""
     done = finished(results)
-    runs = [points for result in done or results if (points := points_of(result, column, factor))]
+    runs = [rows for result in done or results if (rows := points_of(result, column, factor))]
     if smooth:
         runs = [smoothed(points) for points in runs]
     x = [epoch for epoch, _ in max(runs, key=len, default=[])]
@@ -92,9 +92,7 @@ def ending(results: list[Result]) -> str:
 
 def points_of(result: Result, column: str, factor: float) -> Points:
     """Rows without a finite value are left out."""
-    curves = result["curves"]
-    rows = zip(curves.get("epoch", ()), curves.get(column, ()), strict=False)
-    return [(epoch, value * factor) for epoch, value in rows if value is not None and math.isfinite(value)]
+    return [(epoch, value * factor) for epoch, value in points(result, column) if value is not None]
 
 
 def smoothed(points: Points) -> Points:
