@@ -246,9 +246,11 @@ def _spread(statistics: Tensor, ref: NormRef) -> Tensor:
     if ref.window:
         half = ref.window // 2
         for dim in range(2, statistics.ndim):
-            after = statistics.ndim - 1 - dim
+            after, size = statistics.ndim - 1 - dim, statistics.shape[dim]
             padded = F.pad(statistics, [0, 0] * after + [half, half])
-            statistics = padded.unfold(dim, ref.window, 1).sum(-1)
+            statistics = padded.narrow(dim, 0, size).clone()
+            for offset in range(1, ref.window):
+                statistics.add_(padded.narrow(dim, offset, size))
     return statistics
 
 
