@@ -4,10 +4,15 @@ import json
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
+
+from streamnorm.lab.claims import OPEN, REPRODUCED, REVERSED, judge
+from streamnorm.lab.commands import table, verdicts
+from streamnorm.lab.results import read_folder
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -120,6 +125,25 @@ def test_the_committed_results_are_whole_and_quoted_as_they_are():
     quoted = [line for line in (ROOT / "docs/speed.md").read_text().splitlines() if re.match(r"\| \w+/", line)]
     assert len(quoted) > 20
     assert set(quoted) <= measured
+
+
+def test_the_results_of_the_experiments_are_quoted_as_they_are():
+    """Every number and every outcome on the page is computed again from the committed results."""
+    page = (ROOT / "docs/results.md").read_text()
+    found = {each.file_name: each for each in read_folder(ROOT / "docs/results")}
+    assert {"rnn-paper", "gru-paper", "online-quick", "dau-quick", "lp-quick", "conv-quick"} <= set(found)
+    claims = []
+    for name, each in found.items():
+        assert len(each.seeds) >= 3
+        assert f"$ {each.command}\n" in page
+        assert table(each) in page
+        assert verdicts(judge(each)) in page
+        assert f"(results/{name}.png)" in page
+        assert (ROOT / "docs/results" / f"{name}.svg").exists()
+        claims += judge(each)
+    counts = Counter(claim.outcome for claim in claims)
+    summary = ", ".join(f"{counts[outcome]} {outcome}" for outcome in (REPRODUCED, REVERSED, OPEN))
+    assert f"{len(claims)} claims: {summary}" in page
 
 
 def test_the_memory_of_the_benchmark():

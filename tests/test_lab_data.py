@@ -57,6 +57,7 @@ def server():
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as running:
         running.pages, running.asked = {}, []
+        running.handle_error = lambda *_: None  # a client that goes away is what some tests are about
         running.host = f"127.0.0.1:{running.server_address[1]}"
         running.url = f"http://{running.host}"
         thread = threading.Thread(target=running.serve_forever, kwargs={"poll_interval": 0.01})
@@ -282,6 +283,20 @@ def test_bad_batch_files_are_named(tmp_path, home, form, raw, words, packed_up):
         (place / f"data_batch_3{cifar.FOLDERS[form]}").write_bytes(raw)
     refused(lambda: load_images("cifar10", place), place, "data_batch_3", *words)
     assert files_in(home) == []
+
+
+@pytest.mark.parametrize("keys", [str, str.encode], ids=["text", "bytes"])
+@pytest.mark.parametrize("by_columns", [False, True])
+@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
+def test_pickles_written_again_by_this_python_are_read(tmp_path, protocol, by_columns, keys):
+    folder = write_folder(tmp_path, PY)
+    expected = load_images("cifar10", folder)
+    for name, raw in batches().items():
+        records = np.frombuffer(raw, np.uint8).reshape(RECORDS, -1)
+        pixels = np.asfortranarray(records[:, 1:]) if by_columns else records[:, 1:].copy()
+        content = {keys("data"): pixels, keys("labels"): records[:, 0].tolist()}
+        (folder / name).write_bytes(pickle.dumps(content, protocol))
+    assert load_images("cifar10", folder).fingerprint == expected.fingerprint
 
 
 class Malicious:

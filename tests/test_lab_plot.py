@@ -148,7 +148,7 @@ def test_the_matrix_is_light_at_the_best_and_dark_at_guessing():
     figure = FIGURES["table"]
     curves = {curve.label: [result(curve.run)] for curve in figure.curves}
     for label, error in (("Online: BN", 0.2), ("Online: TSBN", 0.5), ("Online: LN", 0.9), ("Online: streaming", 0.95)):
-        curves[label][0]["curves"]["test_error"] [-1] = error
+        curves[label][0]["curves"]["test_error"][-1] = error
     cells = build(replace(results("table"), curves=curves)).axes[0].patches[16:20]
     light, middle, *dark = [sum(cell.get_facecolor()[:3]) for cell in cells]
     assert light > middle > dark[0] == dark[1]

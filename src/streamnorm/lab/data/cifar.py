@@ -206,6 +206,12 @@ class _Array:
     def __setstate__(self, state: tuple[int, tuple[int, ...], _Dtype, bool, bytes]) -> None:
         _, self.shape, self.dtype, self.by_columns, self.raw = state
 
+    @staticmethod
+    def of_buffer(raw: bytes, dtype: _Dtype, shape: tuple[int, ...], order: str) -> "_Array":
+        made = _Array()
+        made.__setstate__((1, shape, dtype, order == "F", raw))
+        return made
+
     def tensor(self) -> Tensor:
         if self.dtype.name != "u1":
             raise TypeError(f"pixels of dtype {self.dtype.name}")
@@ -219,6 +225,10 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if module in ("numpy.core.multiarray", "numpy._core.multiarray") and name == "_reconstruct":
             return lambda *_: _Array()
+        if module in ("numpy.core.numeric", "numpy._core.numeric") and name == "_frombuffer":  # protocol 5
+            return _Array.of_buffer
         if module == "numpy" and name in ("ndarray", "dtype"):
             return _Array if name == "ndarray" else _Dtype
+        if (module, name) == ("_codecs", "encode"):  # bytes, in the older protocols
+            return lambda text, encoding: str(text).encode("latin1")
         raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no batch of CIFAR-10 needs")
