@@ -10,7 +10,8 @@ from lab_results import result, results
 
 from streamnorm.lab.errors import MissingExtra
 from streamnorm.lab.figures import FIGURES
-from streamnorm.lab.view.lines import best_region, ending, limits, line_of, lines_of, smoothed, value_at
+from streamnorm.lab.results import value_at
+from streamnorm.lab.view.lines import best_region, ending, limits, line_of, lines_of, smoothed, without_stub
 from streamnorm.lab.view.looks import looks_of
 
 matplotlib = pytest.importorskip("matplotlib")
@@ -75,9 +76,17 @@ def test_endings(outcomes, words):
 
 def test_smoothing_keeps_lines_straight_and_ends_in_place():
     straight = [(float(i), 3.0 * i) for i in range(100)]
-    assert [value for _, value in smoothed(straight)] == pytest.approx([value for _, value in straight])
-    few = [(0.0, 1.0), (1.0, 5.0), (2.0, 2.0)]
-    assert smoothed(few) == few
+    assert [value for _, value in smoothed(straight, 9)] == pytest.approx([value for _, value in straight])
+    few = [(0.0, 1.0), (1.0, 5.0), (2.0, 3.0)]
+    assert smoothed(few, 1) == few
+    assert smoothed(few, 3) == [(0.0, 1.0), (1.0, 3.0), (2.0, 3.0)]
+
+
+def test_a_last_row_of_a_few_updates_is_not_drawn():
+    rows = [(1.0, 3.0), (2.0, 1.0), (2.2, 9.0)]
+    assert without_stub(rows) == rows[:2]
+    assert without_stub([*rows[:2], (2.8, 9.0)]) == [*rows[:2], (2.8, 9.0)]
+    assert without_stub(rows[:2]) == rows[:2]
 
 
 def test_values_between_rows():

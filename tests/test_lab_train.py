@@ -366,9 +366,41 @@ def test_a_damaged_checkpoint_is_named(digits, tmp_path):
     training.update()
     training.save()
     path = training.folder / "checkpoint.pt"
-    path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(StoreError, match=r"checkpoint\.pt is damaged .* remove it"):
-        train(IMAGE_RUN, digits, tmp_path)
+    whole = path.read_bytes()
+    for damaged in (whole[:-100], whole[:10], b""):
+        path.write_bytes(damaged)
+        with pytest.raises(StoreError, match=r"checkpoint\.pt is damaged .* remove it"):
+            train(IMAGE_RUN, digits, tmp_path)
+
+
+def test_a_divergence_is_not_forgotten_when_it_is_resumed(digits, tmp_path):
+    """Stopped between the row that has no number and the result, the run ends as without the stop."""
+    run = replace(IMAGE_RUN, norm=LAYER_NORM, rates=((1e38, 2),))
+    whole = train(run, digits, tmp_path / "whole")
+    training = Training(run, digits, tmp_path / "parts" / run.address(digits.fingerprint))
+    training.resume()
+    while training.outcome == "finished":
+        training.update()
+        if training.due():
+            training.evaluate()
+    training.save()
+    training.log.close()
+    resumed = train(run, digits, tmp_path / "parts")
+    assert (resumed["outcome"], resumed["updates"]) == ("diverged", whole["updates"])
+    assert resumed["curves"] == whole["curves"]
+
+
+def test_an_error_that_is_no_refusal_is_no_result(digits, tmp_path):
+    run = replace(IMAGE_RUN, norm=replace(STREAMING_RECURRENT, ref="BA9"))
+    with pytest.raises(ValueError, match="BA9"):
+        train(run, digits, tmp_path)
+    assert not list(tmp_path.glob("*/result.json"))
+
+
+def test_a_short_text_is_validated_in_fewer_streams(text_file):
+    text = load_text(str(text_file))
+    task = TextTask(replace(text_run(), test_size=9), text)
+    assert task.valid.shape == (9, 1)
 
 
 def test_two_processes_do_not_train_one_run(tmp_path):

@@ -3,7 +3,7 @@
 A claim gives one number per seed that is positive where the claim holds. It is *reproduced* if every seed is positive
 and the mean is more than two standard errors above zero, *not reproduced* if it is reversed (every seed negative, the
 mean more than two standard errors below), and otherwise there is *not enough evidence*. Seeds are paired: a seed means
-the same first weights and the same order of the data in every curve, so the error is that of the differences. A run
+the same first weights in every curve, and of images the same order, so the error is that of the differences. A run
 that cannot run or whose loss ends in NaN counts as guessing.
 """
 
@@ -55,7 +55,10 @@ def judge(results: FigureResults) -> list[Verdict]:
 
 
 def _judge(claim: Claim, results: FigureResults) -> Verdict:
-    values = [claim.measure(results, seed) for seed in results.seeds]
+    try:
+        values = [claim.measure(results, seed) for seed in results.seeds]
+    except KeyError:  # a figure that was changed: not all of the claim's curves are there
+        values = []
     mean, error = mean_and_error(values)
     found = OPEN if results.scale == SMOKE.name else outcome(values)  # a handful of updates says nothing
     where = (results.scale, results.file_name)
@@ -99,7 +102,7 @@ def _lp() -> list[Claim]:
         Claim("lp", "lp: similar", "p = 1, 2, 3 and 5 end within 3 points of test error of each other",
               "figure Lp: all moments perform similarly well", alike("test_error", PS, SIMILAR), ERRORS),
         Claim("lp", "lp: L1 as good as L2", "p = 1 ends at most 3 points of test error above p = 2",
-              "section 7.1: L1 works as well as L2", near_best("test_error", "p = 1", ["p = 2"], SIMILAR), ERRORS),
+              "section on Lp: L1 works as well as L2", near_best("test_error", "p = 1", ["p = 2"], SIMILAR), ERRORS),
         Claim("lp", "lp: 7 worse", "p = 7 ends with a higher training loss than the mean of the others",
               "figure Lp: L7 is slightly worse", lower("train_loss", PS, ["p = 7"]), "nats"),
     ]  # fmt: skip
@@ -107,7 +110,7 @@ def _lp() -> list[Claim]:
 
 def _dau() -> list[Claim]:
     paper = "figure DAU: significantly improves batch norm with few samples per batch"
-    pairs = [(few, many) for few, many in (("2 x 1", "2 x 16"), ("8 x 1", "8 x 4"))]
+    pairs = (("2 x 1", "2 x 16"), ("8 x 1", "8 x 4"))
     return [pair("dau", many, few, name, paper) for few, many in pairs for name in ("train_loss", "test_error")] + [
         pair("dau", "32 x 1", "2 x 16", "train_loss", "figure DAU: small batches are rescued in part")
     ]
@@ -121,8 +124,8 @@ def _online() -> list[Claim]:
         for size in sizes
         for name in ("train_loss", "test_error")
     ] + [
-        pair("online", f"streaming {size}", f"BN {size}", "test_error", "table 1: batch norm fails online")
-        for size in sizes[:2]
+        pair("online", f"streaming {size}", f"BN {size}", "test_error", f"table 1: batch norm {word}")
+        for size, word in (("1 x 32", "fails online"), ("2 x 16", "is suboptimal with small batches"))
     ]
 
 
@@ -221,8 +224,10 @@ def _cell(method: str, scenario: str, mark: str) -> Claim:
     text = SCENARIOS[scenario][method].is_text
     name = "test_loss" if text else "test_error"
     margin = 0.0 if mark == "*" else WORKS[name]
-    label, rest = f"{scenario}: {method}", [f"{scenario}: {other}" for other in SCENARIOS[scenario]]
-    measure = near_best(name, label, [other for other in rest if other != label], margin)
+    # A method that is the same run, as time-specific batch norm without recurrence, is no rival.
+    runs = SCENARIOS[scenario]
+    rivals = [f"{scenario}: {other}" for other in runs if runs[other] != runs[method]]
+    measure = near_best(name, f"{scenario}: {method}", rivals, margin)
     words = WORDS[mark].format(margin="0.05 nats" if text else "5 points of test error")
     return Claim(
         "table", f"table: {scenario}, {method}", f"{scenario}: {method} {words}", "table 1",

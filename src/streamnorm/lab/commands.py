@@ -9,7 +9,7 @@ from .claims import Verdict, judge
 from .errors import LabError
 from .experiment import IMAGES, run_figure
 from .figures import FIGURES, Figure
-from .results import FigureResults, Result, final, mean_and_error, read_folder
+from .results import FigureResults, Result, ends, mean_and_error, read_folder
 from .scales import SCALES
 from .view.plot import draw, style
 from .view.report import write_report
@@ -35,6 +35,8 @@ def run(
     """Train figures, and show what came out: a table, the claims, a drawing."""
     figures = _figures(names)
     _check_data(figures, data)
+    if data_folder is not None and not data_folder.exists():
+        raise LabError(f"--data-dir {data_folder} does not exist: pass the folder that holds the data")
     with style():  # needs matplotlib: said before the hours of work, not after
         pass
     for figure in figures:
@@ -90,7 +92,7 @@ def _check_data(figures: Sequence[Figure], data: Sequence[str]) -> None:
 
 
 def table(results: FigureResults) -> str:
-    """The ends of all curves: mean and standard error over the seeds."""
+    """The ends of all curves: mean and standard error over the runs that finished."""
     columns = ["train_loss", "train_error", "test_loss", "test_error"]
     known = {name for runs in results.curves.values() for name in runs[0]["chance"]}
     shown = [name for name in columns if name.split("_")[1] in known]
@@ -109,12 +111,11 @@ def table(results: FigureResults) -> str:
 
 
 def _cell(runs: Sequence[Result], name: str) -> str:
-    kind = name.split("_")[1]
-    if kind not in runs[0]["chance"]:
-        return ""
-    factor, digits = (100, 1) if kind == "error" else (1, 3)
-    mean, error = mean_and_error(final(run, name) * factor for run in runs)
-    return f"{mean:.{digits}f} ± {error:.{digits}f}" if len(runs) > 1 else f"{mean:.{digits}f}"
+    values, digits = ends(runs, name), 1 if name.endswith("error") else 3
+    if not values:
+        return "-"
+    mean, error = mean_and_error(values)
+    return f"{mean:.{digits}f} ± {error:.{digits}f}" if len(values) > 1 else f"{mean:.{digits}f}"
 
 
 def verdicts(claims: Sequence[Verdict]) -> str:

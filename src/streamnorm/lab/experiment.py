@@ -69,12 +69,13 @@ def estimate(runs: list[Run], load: Loader, root: Path, jobs: int, say: Say) -> 
     threads = torch.get_num_threads()
     if missing:
         say(f"{len(missing)} runs to train, {len(runs) - len(missing)} done before; measuring how long they take ...")
+        jobs = min(jobs, len(missing))
         torch.set_num_threads(max(threads // jobs, 1))
         for run in missing:
             if run.with_seed(0) not in known:
                 known[run.with_seed(0)] = seconds(run, load)
         torch.set_num_threads(threads)
-    costs = [known[run.with_seed(0)] if run in set(missing) else 0.0 for run in runs]
+    costs = [0.0 if run not in missing else known[run.with_seed(0)] for run in runs]
     if missing:
         say(f"about {duration(max(sum(costs) / jobs, max(costs)))} in {jobs} process{'es' * (jobs > 1)}")
     return costs

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 
 from .data import Images, Text, load_images, load_text
-from .errors import JobError
+from .errors import JobError, LabError
 from .runs import Run
 from .tasks import EVALUATION_BATCH
 from .train import Row, Training, train
@@ -73,6 +73,7 @@ def _run_in_processes(runs: Sequence[Run], load: Loader, root: Path, jobs: int, 
     waiting = list(range(len(runs)))
     threads = max(torch.get_num_threads() // jobs, 1)
     workers = [Worker(load.source, root, threads) for _ in range(jobs)]
+    old = signal.signal(signal.SIGTERM, _interrupt)  # so that the workers are asked to save, as they are by Ctrl-C
     try:
         while len(results) < len(runs):
             for worker in workers:
@@ -94,7 +95,12 @@ def _run_in_processes(runs: Sequence[Run], load: Loader, root: Path, jobs: int, 
     finally:
         for worker in workers:
             worker.stop()
+        signal.signal(signal.SIGTERM, old)
     return [results[i] for i in range(len(runs))]
+
+
+def _interrupt(number: int, frame: Any) -> None:
+    raise KeyboardInterrupt
 
 
 class Worker:
@@ -110,7 +116,8 @@ class Worker:
 
     def give(self, i: int, runs: Sequence[Run]) -> None:
         self.run = i
-        self.pipe.send(runs[i])
+        with contextlib.suppress(ConnectionError):  # a dead worker is noticed when it is listened to
+            self.pipe.send(runs[i])
 
     def hear(self) -> tuple[Any, ...]:
         try:
@@ -137,8 +144,8 @@ def _work(pipe: Connection, source: Source, root: Path, threads: int) -> None:
             run: Run = pipe.recv()
             try:
                 result = train(run, load(run), root, lambda *news: pipe.send(("progress", *news)))
-            except Exception as error:
-                pipe.send(("failed", f"{type(error).__name__}: {error}"))
+            except LabError as error:
+                pipe.send(("failed", str(error)))
                 return
             pipe.send(("result", result))
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from statistics import fmean
 
-from .results import FigureResults, final
+from .results import FigureResults, final, finished, points, value_at
 
 Measure = Callable[[FigureResults, int], float]  # results, seed -> positive where the claim holds
 
@@ -44,11 +44,11 @@ def alike(name: str, labels: Sequence[str], margin: float) -> Measure:
 
 
 def near_best(name: str, label: str, others: Sequence[str], margin: float) -> Measure:
-    """The curve ends no more than `margin` above the best of the others."""
+    """The curve ends no more than `margin` above the best of the others, by their means over the seeds."""
 
     def measure(results: FigureResults, seed: int) -> float:
-        best = min(end(results, other, seed, name) for other in others)
-        return margin - (end(results, label, seed, name) - best)
+        best = min(others, key=lambda other: fmean(end(results, other, each, name) for each in results.seeds))
+        return margin - (end(results, label, seed, name) - end(results, best, seed, name))
 
     return measure
 
@@ -58,29 +58,28 @@ def negated(measure: Measure) -> Measure:
 
 
 def course_lower(name: str, ours: str, theirs: str) -> Measure:
-    """Over the first half of the training, the curve `ours` is lower on average."""
+    """Over the first half of the training, the curve `ours` is lower on average: at the epochs of the coarser one."""
 
-    def course(results: FigureResults, label: str, seed: int) -> float:
-        result = results.of(label, seed)
-        if result["outcome"] != "finished":
-            return final(result, name)
-        half = sum(length for _, length in result["settings"]["rates"]) / 2
-        curves = result["curves"]
-        early = [value for epoch, value in zip(curves["epoch"], curves[name], strict=True) if epoch <= half]
-        return fmean(early or curves[name])
+    def measure(results: FigureResults, seed: int) -> float:
+        runs = [results.of(label, seed) for label in (theirs, ours)]
+        if len(finished(runs)) < len(runs):
+            return final(runs[0], name) - final(runs[1], name)
+        one, two = (points(run, name) for run in runs)
+        half = one[-1][0] / 2
+        epochs = [epoch for epoch, _ in min(one, two, key=len) if epoch <= half]
+        pairs = [(value_at(one, epoch), value_at(two, epoch)) for epoch in epochs]
+        return fmean(a - b for a, b in pairs if a is not None and b is not None)
 
-    return lambda results, seed: course(results, theirs, seed) - course(results, ours, seed)
+    return measure
 
 
 def reached_within(share: float, name: str, ours: str, theirs: str) -> Measure:
-    """The curve `ours` reaches the end of `theirs` in less than `share` of the updates."""
+    """The curve `ours` reaches the end of `theirs` in less than `share` of the training."""
 
     def measure(results: FigureResults, seed: int) -> float:
-        goal, curves = final(results.of(theirs, seed), name), results.of(ours, seed)["curves"]
-        updates = curves.get("update") or [1]
-        reached = [
-            u for u, value in zip(updates, curves.get(name, []), strict=False) if value is not None and value <= goal
-        ]
-        return share - (reached[0] / updates[-1] if reached else 1.0)
+        goal, run = final(results.of(theirs, seed), name), results.of(ours, seed)
+        rows = points(run, name) if run["outcome"] == "finished" else []
+        reached = [epoch for epoch, value in rows if value <= goal]
+        return share - (reached[0] / rows[-1][0] if reached else 1.0)
 
     return measure

@@ -7,7 +7,7 @@ time-specific norms need to know.
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,15 +20,15 @@ Make = Callable[[int, int], nn.Module]
 
 def make_norm(norm: Norm, channels: int, steps: int, **place: object) -> nn.Module:
     """The layer that `norm` describes; `steps`: how often it is called in one forward pass."""
-    statistic = {"ref": norm.ref, "p": norm.p, "center": norm.center} | place
+    common: Any = {"ref": norm.ref, "p": norm.p, "center": norm.center, "eps": norm.eps} | place
     if norm.kind == "sample":
-        return SampleNorm(channels, **statistic)  # type: ignore[arg-type]
+        return SampleNorm(channels, **common)
     if norm.kind == "batch":
-        return GeneralBatchNorm(channels, **statistic)  # type: ignore[arg-type]
+        return GeneralBatchNorm(channels, momentum=norm.momentum, **common)
     if norm.kind == "timed":
-        return TimeSpecificNorm(channels, steps, **statistic)  # type: ignore[arg-type]
+        return TimeSpecificNorm(channels, steps, momentum=norm.momentum, **common)
     if norm.kind == "streaming":
-        return StreamingNorm(channels, alpha=norm.alpha, beta=norm.beta, **statistic)  # type: ignore[arg-type]
+        return StreamingNorm(channels, alpha=norm.alpha, beta=norm.beta, warmup=norm.warmup, **common)
     raise ValueError(f"norm kind {norm.kind!r}: must be sample, batch, timed or streaming")
 
 

@@ -1,7 +1,8 @@
 """What a figure's runs have given: one small file per figure and scale, and the numbers that plots and claims read."""
 
 import math
-from collections.abc import Iterable
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
@@ -12,6 +13,8 @@ from .figures import FIGURES, Figure
 from .store import read_json, write_json
 
 Result = dict[str, Any]  # of one run, as `train` writes it
+Points = list[tuple[float, float]]  # epochs and values
+LAST = 0.1  # share of the training that its final loss is a mean over
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,10 @@ def read_results(path: Path) -> FigureResults:
     content = read_json(path)
     try:
         figure = FIGURES[content.pop("figure")]
-        return FigureResults(figure, **content)
+        found = FigureResults(figure, **content)
+        for result in (result for results in found.curves.values() for result in results):
+            final(result, "test_loss"), result["settings"]["seed"], result["seconds"]  # what all else reads
+        return found
     except (KeyError, TypeError, AttributeError) as error:
         raise StoreError(f"{path} is no result of streamnorm ({error}): move it out of the folder") from error
 
@@ -64,29 +70,55 @@ def read_folder(folder: Path) -> list[FigureResults]:
     return sorted(found, key=lambda each: order.index(each.figure.name))
 
 
-def points(result: Result, name: str) -> list[tuple[float, float | None]]:
-    """A curve: epochs and values.
-
-    A training value is the mean since the row before. The last row may cover only a few updates and be mostly chance:
-    it is joined to the one before.
-    """
+def points(result: Result, name: str) -> Points:
+    """A curve: epochs and values, without the rows that have none."""
     curves = result["curves"]
-    if name not in curves:
-        return []
-    rows = list(zip(curves["update"], curves["epoch"], curves[name], strict=True))
-    if name.startswith("train_") and len(rows) > 2:
-        (start, *_), (middle, _, one), (end, epoch, two) = rows[-3:]
-        before, last = middle - start, end - middle
-        if last < before and one is not None and two is not None:
-            rows[-2:] = [(end, epoch, (one * before + two * last) / (before + last))]
-    return [(epoch, value) for _, epoch, value in rows]
+    rows = zip(curves["epoch"], curves[name], strict=True) if name in curves else ()
+    return [(epoch, value) for epoch, value in rows if value is not None]
+
+
+def value_at(rows: Points, epoch: float) -> float | None:
+    """Linear between the rows, None outside of them."""
+    i = bisect_left(rows, epoch, key=lambda row: row[0])
+    if i == len(rows) or (i == 0 and rows[0][0] > epoch):
+        return None
+    right, above = rows[i]
+    if right == epoch:
+        return above
+    left, below = rows[i - 1]
+    return below + (above - below) * (epoch - left) / (right - left)
 
 
 def final(result: Result, name: str) -> float:
-    """The end of a curve; what guessing gives where the run could not run or did not end."""
+    """The end of a curve; what guessing gives where the run could not run or did not end.
+
+    A training value is a mean since the row before, and rows of other batch sizes lie elsewhere: its end is the mean
+    over the last tenth of the training, the same span in every curve.
+    """
     rows = points(result, name)
-    value = rows[-1][1] if rows and result["outcome"] == "finished" else None
-    return float(result["chance"][name.split("_")[1]] if value is None else value)
+    if result["outcome"] != "finished" or not rows:
+        return float(result["chance"][name.split("_")[1]])
+    return _mean_over(rows, (1 - LAST) * rows[-1][0]) if name.startswith("train_") else rows[-1][1]
+
+
+def _mean_over(rows: Points, start: float) -> float:
+    """The mean from epoch `start` to the end of values that each hold since the row before."""
+    total, before = 0.0, 0.0
+    for epoch, value in rows:
+        total += value * max(epoch - max(before, start), 0.0)
+        before = epoch
+    return total / (before - start)
+
+
+def finished(results: Iterable[Result]) -> list[Result]:
+    return [result for result in results if result["outcome"] == "finished"]
+
+
+def ends(results: Sequence[Result], name: str) -> list[float]:
+    """The ends of a curve in its finished runs, in nats or per cent; none where they do not have this measure."""
+    kind = name.split("_")[1]
+    factor = 100 if kind == "error" else 1
+    return [factor * final(result, name) for result in finished(results) if kind in result["chance"]]
 
 
 def mean_and_error(values: Iterable[float]) -> tuple[float, float]:

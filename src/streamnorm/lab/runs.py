@@ -19,6 +19,9 @@ class Norm:
     center: str = "mean"
     alpha: tuple[float, float] = (0.7, 0.3)
     beta: tuple[float, float, float] = (0.7, 0.3, 0.0)
+    warmup: int = 256  # ours, not the paper's: see the design
+    momentum: float = 0.1  # of the running estimates of batch norms
+    eps: float = 1e-5
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,7 @@ def complaining(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise StoreError(
-            f"cannot write {path}: {error.strerror or error}; free some space, or choose another folder with --out"
+            f"cannot write {path}: {error.strerror or error}; free some space, or choose another place"
         ) from error
 
 

@@ -97,7 +97,8 @@ class TextTask:
         self.run = run
         self.state: Tensor | None = None
         self.streams = _streams(text.train[: run.train_size], run.samples)
-        self.valid = _streams(text.valid[: run.test_size], min(VALIDATION_STREAMS, len(text.valid) // (run.chunk + 1)))
+        valid = text.valid[: run.test_size]
+        self.valid = _streams(valid, max(min(VALIDATION_STREAMS, len(valid) // (run.chunk + 1)), 1))
         self.updates = (self.streams.shape[0] - 1) // run.chunk // run.batches
         if not self.updates:
             raise DataError(

@@ -14,7 +14,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -47,6 +47,8 @@ def train(run: Run, data: Images | Text, root: Path, report: Report | None = Non
     if (folder / RESULT).exists():
         return dict(read_json(folder / RESULT))
     with locked(folder):
+        if (folder / RESULT).exists():  # another process has just ended it
+            return dict(read_json(folder / RESULT))
         sweep(folder)
         training = Training(run, data, folder)
         training.resume()
@@ -123,7 +125,7 @@ class Training:
             try:
                 loss, error = self.task.loss(self.model, x, y)
             except ValueError as refusal:
-                if self.done:
+                if self.done or not self.may_be_refused:
                     raise
                 self.outcome, self.message = "refused", str(refusal)
                 return
@@ -134,6 +136,11 @@ class Training:
             self.sums[1] += 0.0 if error is None else float(error)
             self.count += 1
         self.done += 1
+
+    @property
+    def may_be_refused(self) -> bool:
+        """Whether the norm takes the statistics of a batch of one: that it cannot is a result too."""
+        return self.run.samples == 1 and self.run.norm.kind in ("batch", "timed")
 
     def due(self) -> bool:
         return self.outcome == "finished" and (self.count >= self.run.evaluate or self.done == self.total)
@@ -176,6 +183,8 @@ class Training:
             "sums": self.sums,
             "count": self.count,
             "seconds": self.seconds,
+            "outcome": self.outcome,
+            "message": self.message,
         }
         contents = io.BytesIO()  # first in memory: torch has its own words for a full disk
         torch.save(state, contents)
@@ -192,6 +201,7 @@ class Training:
             torch.set_rng_state(state["random"])
             self.done, self.rows = state["done"], json.loads(state["rows"])
             self.sums, self.count, self.seconds = state["sums"], state["count"], state["seconds"]
+            self.outcome, self.message = state["outcome"], state["message"]
         self.log.start(self.rows)
 
     def result(self) -> Row:
@@ -215,7 +225,7 @@ class Training:
 def _load(path: Path) -> dict[str, Any]:
     try:
         return dict(torch.load(path, weights_only=True))
-    except (OSError, RuntimeError, ValueError, UnpicklingError) as error:
+    except (OSError, RuntimeError, ValueError, EOFError, UnpicklingError) as error:
         raise StoreError(f"{path} is damaged ({type(error).__name__}): remove it to begin this run again") from error
 
 
@@ -244,18 +254,21 @@ class Log:
         except ImportError:
             return
         after = rows[-1]["update"] + 1 if rows else 0
-        self.board = SummaryWriter(self.path.parent / "tensorboard", purge_step=after)
+        with complaining(self.path.parent / "tensorboard"):
+            self.board = SummaryWriter(self.path.parent / "tensorboard", purge_step=after)
 
     def write(self, row: Row) -> None:
         with complaining(self.path), self.path.open("a") as file:
             file.write(json.dumps(row) + "\n")
-        for name, value in row.items() if self.board else ():
-            if value is not None and name != "update":
-                self.board.add_scalar(name, value, row["update"])
+        with complaining(self.path.parent / "tensorboard"):
+            for name, value in row.items() if self.board else ():
+                if value is not None and name != "update":
+                    self.board.add_scalar(name, value, row["update"])
 
     def close(self) -> None:
         if self.board:
-            self.board.close()
+            with suppress(OSError):  # what made it fail is being said already
+                self.board.close()
 
 
 @contextmanager

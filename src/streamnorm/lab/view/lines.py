@@ -1,18 +1,16 @@
 """What is drawn of a curve: the mean over its seeds, how far they lie apart, and in words how its runs ended."""
 
 import math
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
-from ..results import FigureResults, Result, points
+from ..results import FigureResults, Points, Result, finished, points, value_at
 
-Points = list[tuple[float, float]]  # epochs, value
 STEEP = 0.03  # share of the training, at its start, whose values may lie above the panel
-NEIGHBOURS = 50  # in the moving average of a text's training loss, as in the paper
+NEIGHBOURS = 50  # mini-batches in the moving average of a text's training loss, as in the paper
 WORDS = {"refused": "cannot run"}  # other outcomes are their own word
 
 
@@ -68,17 +66,15 @@ def lines_of(results: FigureResults, column: str) -> list[Line]:
 def line_of(label: str, results: list[Result], column: str, factor: float, smooth: bool) -> Line:
     """Where some runs finished, the line is theirs; where none did, it goes as far as they came."""
     done = finished(results)
-    runs = [rows for result in done or results if (rows := points_of(result, column, factor))]
+    runs = [points(result, column) for result in done or results]
+    if column.startswith("train"):
+        runs = [without_stub(rows) for rows in runs]
     if smooth:
-        runs = [smoothed(points) for points in runs]
+        runs = [smoothed(rows, window_of(result)) for rows, result in zip(runs, done or results, strict=True)]
     x = [epoch for epoch, _ in max(runs, key=len, default=[])]
-    values = [[v for points in runs if (v := value_at(points, epoch)) is not None] for epoch in x]
+    values = [[factor * v for rows in runs if (v := value_at(rows, epoch)) is not None] for epoch in x]
     parts = ([f(each) for each in values] for f in (fmean, min, max))
     return Line(label, ending(results), bool(done), x, *parts)
-
-
-def finished(results: list[Result]) -> list[Result]:
-    return [result for result in results if result["outcome"] == "finished"]
 
 
 def ending(results: list[Result]) -> str:
@@ -90,35 +86,25 @@ def ending(results: list[Result]) -> str:
     return ", ".join(w if count == len(results) else f"{count} of {len(results)} {w}" for w, count in words.items())
 
 
-def points_of(result: Result, column: str, factor: float) -> Points:
-    """Rows without a finite value are left out."""
-    return [(epoch, value * factor) for epoch, value in points(result, column) if value is not None]
+def without_stub(rows: Points) -> Points:
+    """A training value is a mean since the row before; a last one over less than half of a row is mostly chance."""
+    if len(rows) > 2 and rows[-1][0] - rows[-2][0] < (rows[-2][0] - rows[-3][0]) / 2:
+        return rows[:-1]
+    return rows
 
 
-def smoothed(points: Points) -> Points:
-    """Moving average over the neighbours; at the ends over as many as there are on both sides, as Matlab's smooth."""
-    values, half = [value for _, value in points], neighbours(len(points)) // 2
-    sides = [min(half, i, len(points) - 1 - i) for i in range(len(points))]
+def smoothed(rows: Points, window: int) -> Points:
+    """Moving average over `window` rows; at the ends over as many as there are on both sides, as Matlab's smooth."""
+    values, half = [value for _, value in rows], window // 2
+    sides = [min(half, i, len(rows) - 1 - i) for i in range(len(rows))]
     return [
-        (x, fmean(values[i - side : i + side + 1])) for i, ((x, _), side) in enumerate(zip(points, sides, strict=True))
+        (x, fmean(values[i - side : i + side + 1])) for i, ((x, _), side) in enumerate(zip(rows, sides, strict=True))
     ]
 
 
-def neighbours(rows: int) -> int:
-    """50 as in the paper, or a tenth of the rows if that is less."""
-    return min(NEIGHBOURS, rows // 10)
-
-
-def value_at(points: Points, epoch: float) -> float | None:
-    """Linear between the rows, None outside of them."""
-    i = bisect_left(points, epoch, key=lambda point: point[0])
-    if i == len(points) or (i == 0 and points[0][0] > epoch):
-        return None
-    right, above = points[i]
-    if right == epoch:
-        return above
-    left, below = points[i - 1]
-    return below + (above - below) * (epoch - left) / (right - left)
+def window_of(result: Result) -> int:
+    """How many rows the paper's moving average covers: a row is the mean over the mini-batches since the last."""
+    return round(NEIGHBOURS / int(result["settings"]["evaluate"]))
 
 
 def chance_of(results: FigureResults) -> float | None:

@@ -5,8 +5,8 @@ from statistics import fmean
 from textwrap import wrap
 from typing import TYPE_CHECKING
 
-from ..results import FigureResults, Result, final, mean_and_error
-from .lines import ERROR, LOSS, ending, finished, origin
+from ..results import FigureResults, Result, ends, mean_and_error
+from .lines import ERROR, LOSS, ending, origin
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -55,7 +55,7 @@ def unit_of(column: list[list[Result]]) -> str:
 def draw_column(axes: "Axes", j: int, column: dict[int, list[Result]]) -> None:
     measure = ERROR if unit_of(list(column.values())) == ERROR.unit else LOSS
     name = f"test_{measure.name}"
-    done = {i: [measure.factor * final(r, name) for r in finished(each)] for i, each in column.items()}
+    done = {i: ends(each, name) for i, each in column.items()}
     best = min((fmean(values) for values in done.values() if values), default=0.0)
     chances = [r["chance"][measure.name] for each in column.values() for r in each if measure.name in r["chance"]]
     chance = measure.factor * max(chances, default=0.0)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import MissingExtra
 from ..results import FigureResults
 from ..store import write_bytes
-from .lines import LOSS, Line, best_region, chance_of, limits, lines_of, measure_of, neighbours, origin
+from .lines import LOSS, NEIGHBOURS, Line, best_region, chance_of, limits, lines_of, measure_of, origin
 from .looks import Look, looks_of
 from .matrix import draw_matrix
 
@@ -182,7 +182,6 @@ def note(results: FigureResults) -> str:
         words.append(f"line: mean of {seeds} seeds, band: from the least to the greatest")
     elif seeds:
         words.append("one seed")
-    rows = [len(result["curves"].get("epoch", ())) for each in results.curves.values() for result in each]
-    if measure_of(results) is LOSS and neighbours(max(rows, default=0)) > 1:
-        words.append(f"training: moving average of {neighbours(max(rows))}")
+    if measure_of(results) is LOSS:
+        words.append(f"training: moving average of {NEIGHBOURS} mini-batches")
     return "; ".join(words)

@@ -10,10 +10,10 @@ from typing import Any
 
 from ..claims import Verdict
 from ..errors import MissingExtra
-from ..results import FigureResults, Result, final, mean_and_error
+from ..results import FigureResults, Result, ends, final, finished, mean_and_error
 from ..scales import SCALES
 from ..store import write_text
-from .lines import ERROR, LOSS, Measure, ending, finished, measure_of, origin
+from .lines import ERROR, LOSS, Measure, ending, measure_of, origin
 from .page import Html, folded, html, join, link, page, picture, table, tag, terms
 from .plot import render
 
@@ -27,7 +27,7 @@ LEAD = (
 RULE = (
     "Reproduced: every seed is as claimed, and the mean is more than two standard errors above zero. Not reproduced: "
     "the same, reversed. Everything else, and a single seed, is not enough evidence. Seeds are paired: a seed is the "
-    "same first weights and the same order of the data in every curve. A run that cannot run or diverges counts as "
+    "same first weights in every curve, and of images the same order. A run that cannot run or diverges counts as "
     "guessing."
 )
 COMMAND = "streamnorm run online --data digits"
@@ -209,10 +209,10 @@ def keep(text: str) -> Html:
 
 
 def spread(results: list[Result], column: str, measure: Measure) -> str:
-    done = finished(results)
-    if not done or not has(done, measure):
+    values = ends(results, column)
+    if not values:
         return NONE
-    mean, error = (measure.factor * each for each in mean_and_error(final(result, column) for result in done))
+    mean, error = mean_and_error(values)
     digits = 2 if measure is ERROR else 3
     return f"{mean:.{digits}f}" + ("" if math.isnan(error) else f" ± {error:.{digits}f}")
 
