@@ -125,6 +125,10 @@ def test_the_committed_results_are_whole_and_quoted_as_they_are():
     quoted = [line for line in (ROOT / "docs/speed.md").read_text().splitlines() if re.match(r"\| \w+/", line)]
     assert len(quoted) > 20
     assert set(quoted) <= measured
+    measured = set((folder / "lab/results.md").read_text().splitlines())
+    quoted = [line for line in (ROOT / "docs/lab.md").read_text().splitlines() if line.startswith("| lab/")]
+    assert len(quoted) == 4
+    assert set(quoted) <= measured
 
 
 def test_the_results_of_the_experiments_are_quoted_as_they_are():

@@ -156,7 +156,7 @@ ONLINE = ["run", "online", "--preset", "smoke", "--data", "digits", "--jobs", "2
 def test_several_processes_give_the_same_and_survive_interrupts(all_figures, tmp_path):
     """Two workers; Ctrl-C as a terminal sends it, to all of them; then a worker is killed; then it ends as without."""
     out = tmp_path / "out"
-    first = start(*ONLINE, "--out", out, start_new_session=True)
+    first = start(*ONLINE, "--seeds", 50, "--out", out, start_new_session=True)  # more than it has time for
     wait_for(lambda: len(list(out.glob("runs/*"))) > 1, first)
     os.killpg(first.pid, signal.SIGINT)
     _, errors = first.communicate(timeout=300)

@@ -7,13 +7,14 @@ import re
 import subprocess
 import sys
 from html.parser import HTMLParser
-from importlib.util import find_spec
+from importlib.machinery import PathFinder
 from urllib.parse import urldefrag, urljoin, urlsplit, urlunsplit
 
 from ..errors import DataError
 from .download import opened, shown
 
 JSON = "application/vnd.pypi.simple.v1+json"
+find_spec = PathFinder.find_spec  # on the path alone: finders of other packages may warn
 ACCEPT = f"{JSON}, application/vnd.pypi.simple.v1+html;q=0.2, text/html;q=0.1"
 
 
