@@ -14,7 +14,7 @@ from .results import FigureResults
 from .runs import Run
 from .scales import Scale, scaled
 from .store import check_writable
-from .train import RESULT
+from .train import is_done
 
 Say = Callable[[str], None]
 IMAGES = ("cifar10", "digits")  # any other name of data is a text
@@ -64,7 +64,7 @@ def _data_for(run: Run, data: Sequence[str]) -> str | None:
 
 def estimate(runs: list[Run], load: Loader, root: Path, jobs: int, say: Say) -> list[float]:
     """Seconds that each of `runs` will take, by a few updates of each kind, and a word about it."""
-    missing = [run for run in runs if not (root / run.address(load(run).fingerprint) / RESULT).exists()]
+    missing = [run for run in runs if not is_done(run, load(run), root)]
     known: dict[Run, float] = {}
     threads = torch.get_num_threads()
     if missing:

@@ -21,7 +21,7 @@ from .data import Images, Text, load_images, load_text
 from .errors import JobError, LabError
 from .runs import Run
 from .tasks import EVALUATION_BATCH
-from .train import Row, Training, train
+from .train import Row, Training, is_done, train
 
 MEASURED_SECONDS = 0.4
 
@@ -57,9 +57,10 @@ class Loader:
 
 def run_all(runs: Sequence[Run], load: Loader, root: Path, jobs: int, progress: Progress) -> list[Row]:
     """The results of `runs`, in order. `root`: the folder of all runs."""
-    if jobs == 1 or len(runs) == 1:
-        return [_run_here(i, run, load, root, progress) for i, run in enumerate(runs)]
-    return _run_in_processes(runs, load, root, min(jobs, len(runs)), progress)
+    missing = [i for i, run in enumerate(runs) if not is_done(run, load(run), root)]
+    jobs = min(jobs, len(missing))
+    trained = _run_in_processes(runs, missing, load, root, jobs, progress) if jobs > 1 else {}
+    return [trained[i] if i in trained else _run_here(i, run, load, root, progress) for i, run in enumerate(runs)]
 
 
 def _run_here(i: int, run: Run, load: Loader, root: Path, progress: Progress) -> Row:
@@ -68,14 +69,16 @@ def _run_here(i: int, run: Run, load: Loader, root: Path, progress: Progress) ->
     return result
 
 
-def _run_in_processes(runs: Sequence[Run], load: Loader, root: Path, jobs: int, progress: Progress) -> list[Row]:
+def _run_in_processes(
+    runs: Sequence[Run], missing: Sequence[int], load: Loader, root: Path, jobs: int, progress: Progress
+) -> dict[int, Row]:
     results: dict[int, Row] = {}
-    waiting = list(range(len(runs)))
+    waiting = list(missing)
     threads = max(torch.get_num_threads() // jobs, 1)
     workers = [Worker(load.source, root, threads) for _ in range(jobs)]
     old = signal.signal(signal.SIGTERM, _interrupt)  # so that the workers are asked to save, as they are by Ctrl-C
     try:
-        while len(results) < len(runs):
+        while len(results) < len(missing):
             for worker in workers:
                 if worker.run is None and waiting:
                     worker.give(waiting.pop(0), runs)
@@ -96,7 +99,7 @@ def _run_in_processes(runs: Sequence[Run], load: Loader, root: Path, jobs: int, 
         for worker in workers:
             worker.stop()
         signal.signal(signal.SIGTERM, old)
-    return [results[i] for i in range(len(runs))]
+    return results
 
 
 def _interrupt(number: int, frame: Any) -> None:

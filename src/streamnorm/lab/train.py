@@ -62,6 +62,10 @@ def train(run: Run, data: Images | Text, root: Path, report: Report | None = Non
         return result
 
 
+def is_done(run: Run, data: Images | Text, root: Path) -> bool:
+    return (root / run.address(data.fingerprint) / RESULT).exists()
+
+
 def make_optimizer(run: Run, model: nn.Module) -> DecoupledUpdate:
     rate = run.rates[0][0]
     if run.optimizer == "sgd":
