@@ -144,10 +144,16 @@ def test_a_missing_extra_is_named_before_the_work(package, arguments, works, tmp
 
 
 def start(*arguments, **options):
+    """The command in a process of its own, which Ctrl-C reaches: started in the background, it would be ignored."""
     return subprocess.Popen(
-        [*COMMAND, *map(str, arguments)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ONE_THREAD,
+        [*COMMAND, *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=ONE_THREAD,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         **options,
-    )  # fmt: skip
+    )
 
 
 ONLINE = ["run", "online", "--preset", "smoke", "--data", "digits", "--jobs", "2"]
