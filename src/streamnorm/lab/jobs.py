@@ -113,7 +113,10 @@ class Worker:
         context = multiprocessing.get_context("spawn")
         self.pipe, theirs = context.Pipe()
         self.process = context.Process(target=_work, args=(theirs, source, root, threads), daemon=True)
+        # A Ctrl-C reaches all processes of a terminal; workers heed it only while they train, to save.
+        old = signal.signal(signal.SIGINT, signal.SIG_IGN)
         self.process.start()
+        signal.signal(signal.SIGINT, old)
         theirs.close()
         self.run: int | None = None
 
