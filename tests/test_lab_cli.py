@@ -170,7 +170,7 @@ def test_several_processes_give_the_same_and_survive_interrupts(all_figures, tmp
     assert "the same command goes on from here" in errors
     assert "Traceback" not in errors
 
-    second = start(*ONLINE, "--seeds", "3", "--out", out)
+    second = start(*ONLINE, "--seeds", 90, "--out", out)
     wait_for(lambda: workers_of(second.pid), second)
     os.kill(workers_of(second.pid)[0], signal.SIGKILL)
     _, errors = second.communicate(timeout=300)
