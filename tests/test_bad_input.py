@@ -2,8 +2,18 @@
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
-from streamnorm import Affine, DecoupledUpdate, GeneralBatchNorm, Manhattan, NormRef, SampleNorm, StreamingNorm
+from streamnorm import (
+    Affine,
+    DecoupledUpdate,
+    GeneralBatchNorm,
+    Manhattan,
+    NormRef,
+    SampleNorm,
+    StreamingNorm,
+    checkpointing,
+)
 from streamnorm import TimeSpecificNorm as TSN
 
 CONSTRUCTION = [
@@ -147,3 +157,11 @@ def test_one_sample_without_space_is_what_streaming_is_for():
     assert torch.isfinite(StreamingNorm(3)(torch.randn(1, 3))).all()
     with pytest.raises(ValueError, match="more than 1 value"):
         torch.nn.BatchNorm1d(3)(torch.randn(1, 3))
+
+
+@pytest.mark.skipif(checkpointing._top_hooks is not None, reason="this torch tells which segment it runs again")
+@pytest.mark.filterwarnings("ignore:.*autocast")
+def test_an_old_torch_cannot_repeat_a_segment_exactly():
+    norm, x = StreamingNorm(3), torch.randn(5, 3, requires_grad=True)
+    with pytest.raises(RuntimeError, match="needs a newer torch"):
+        checkpoint(norm, x, use_reentrant=False).sum().backward()

@@ -17,7 +17,7 @@ FLOORS = [
     {"kernels", "rules"},
     {"fused"},
     {"native"},
-    {"dispatch", "updates"},
+    {"dispatch", "updates", "checkpointing"},
     {"base", "compiled"},
     {"stateful"},
     {"layers", "streaming", "optim"},

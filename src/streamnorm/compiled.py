@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from . import kernels, stream
+from .checkpointing import FIRST_RUN, kept_by_first_run, may_be_checkpointed
 from .dispatch import back_through, compute_dtype, evaluate
 from .fused import as_laid_out, layout_of
 from .kernels import Layout
@@ -88,6 +89,9 @@ def _forward(
     rules, h1 = _rules(*settings), Stream(long, short, count, empty, pending)
     h2 = stream.new_stream(tuple(mean.shape), seen)  # not this operator's business
     state = State(h1, h2, mean, sigma, seen, loss_scale=torch.zeros_like(seen))
+    if may_be_checkpointed():
+        kept_state = kept_by_first_run(count.data_ptr(), lambda: stream.copied(state))
+        state = state if kept_state is FIRST_RUN else stream.copied(kept_state)
     if fused:
         x, weight, bias = _readable(x), _contiguous(weight), _contiguous(bias)
         y, kept = torch.empty_like(x), x.new_empty(kernels.kept_size(x.shape[1]))
@@ -95,7 +99,7 @@ def _forward(
             _record(rules), kernels.state_record(state), cast(Layout, layout_of(x)), x, weight, bias, kept, y
         )
         return y, kept
-    before = replace(state, stats=stream.fold(h1, *rules.kappa[:2]))
+    before = replace(state, stats=stream.fold(state.stats, *rules.kappa[:2]))
     after, call = stream_statistics(rules, before, x.to(compute_dtype(x, mean)), mask)
     y = evaluate(x, call.mean, call.sigma, weight, bias, mask)
     stream.write(state, after)
@@ -173,6 +177,11 @@ def _unpack(kept: Tensor, x: Tensor, rules: Rules, masked: bool) -> Call:
 
 
 def _forward_shapes(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    if "ac_graph_id" in torch.fx.traceback.get_current_meta():  # the compiler's mark of what it may run again
+        raise RuntimeError(
+            "the compiler would repeat a streaming layer in backward from a state that has moved on: compile inside "
+            "the checkpoint, as in checkpoint(torch.compile(segment), x, use_reentrant=False)"
+        )
     *settings, fused = rest[3:14]
     if fused:
         size = kernels.kept_size(x.shape[1])

@@ -119,9 +119,10 @@ class _StreamSequence(torch.autograd.Function):
     def backward(ctx: Any, doutput: Tensor, dfinal: Tensor) -> tuple[Any, ...]:
         refuse_second_derivative("recurrent layers of streamnorm", ", or use a cell in a loop")
         plan: SequencePlan = ctx.plan
-        saved = [tensor.contiguous() for tensor in ctx.saved_tensors[:7]]
+        kept = ctx.saved_tensors  # once: activation checkpointing hands each tensor out once
+        saved = [tensor.contiguous() for tensor in kept[:7]]
         products, start, weight, recurrent, before, inner, _ = saved
-        affine, hidden = ctx.saved_tensors[7:], weight.shape[1]
+        affine, hidden = kept[7:], weight.shape[1]
         received = [receive() for receive in plan.receivers]
         narrow = [(as_float32(state), scale) for state, _, scale in received]
         dproducts, drecurrent, dstart = map(torch.empty_like, (products, recurrent, start))

@@ -22,6 +22,7 @@ from .base import (
     reset_affine,
     statistics_like,
 )
+from .checkpointing import FIRST_RUN, kept_by_first_run, may_be_checkpointed
 from .dispatch import compute_dtype, evaluate
 from .moments import all_finite, channelwise, fixed_center, measure, mini_batch_statistics
 from .normref import NormRef
@@ -123,8 +124,14 @@ class _RunningNorm(Norm):
         """`index`: which set of running estimates serves. `learns`: it is updated by this call, in training."""
         x, mask = self.enter(x, mask)
         if not self.training:
-            return self.leave(evaluate(x, *self._estimates(index, x), self.weight, self.bias, mask))
+            statistics = self._shaped(self.mean[index], self.sigma[index], x)
+            return self.leave(evaluate(x, *statistics, self.weight, self.bias, mask))
         learns = learns and not self._paused
+        estimates = self.mean[index], self.sigma[index]
+        if may_be_checkpointed():
+            kept = kept_by_first_run(id(self), lambda: [estimate.clone() for estimate in estimates])
+            if kept is not FIRST_RUN:
+                learns, estimates = False, kept or estimates
         native = self.native(x, mask, self.mean)
         if native:
             y, mean, inverse = native
@@ -133,7 +140,7 @@ class _RunningNorm(Norm):
                 self._learn(mean, sigma, all_finite(sigma), index)  # where the mean is not finite, sigma is not either
             return self.leave(y)
 
-        before, _ = self._estimates(index, x)
+        before, _ = self._shaped(*estimates, x)
         with outside_inference_mode():
             own = measure(
                 x.to(compute_dtype(x, before)),
@@ -149,8 +156,7 @@ class _RunningNorm(Norm):
                 self._learn(s[0], s[1], accept, index)
         return y
 
-    def _estimates(self, index: tuple[int, ...], x: Tensor) -> tuple[Tensor, Tensor]:
-        mean, sigma = self.mean[index], self.sigma[index]
+    def _shaped(self, mean: Tensor, sigma: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         if torch.is_grad_enabled():  # copies: a backward pass may come after later calls have changed the buffers
             mean, sigma = mean.clone(), sigma.clone()
         return self.view(mean, sigma, x)

@@ -287,8 +287,9 @@ def _has_hooks(module: nn.Module) -> bool:
 def _run_fused(
     gates: Gates, norms: list[StreamingNorm], products: Tensor, sizes: Sequence[int], start: Tensor, f: Any, back: bool
 ) -> tuple[Tensor, State]:
-    training, settings = norms[0].collects, cast(bytes, norms[0].fused_settings())
-    states = [norm.begin_call() if training else norm.state for norm in norms]
+    begun, settings = [norm.begin_call() for norm in norms], cast(bytes, norms[0].fused_settings())
+    training = begun[0] is not None
+    states = [norm.state if state is None else state for norm, state in zip(norms, begun, strict=True)]
     receivers = [norm.receive for norm in norms]
     plan = SequencePlan(settings, gates.kind.gates, f is torch.relu, training, back, sizes, states, receivers)
     gains, biases = [norm.weight for norm in norms], [norm.bias for norm in norms]

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from . import kernels, stream
 from .base import Device, is_number, numbers, outside_inference_mode
+from .checkpointing import FIRST_RUN, kept_by_first_run, may_be_checkpointed
 from .compiled import stream_compiled
 from .dispatch import (
     apply,
@@ -104,31 +105,33 @@ class StreamingNorm(Stateful):
         if again is not None:
             return stream_layer(x, *again)
         x, mask = self.enter(x, mask)
-        if not self.collects:
-            state = self._state if compiling else self._handed_out()
-            mean, sigma = self.view(state.mean, state.sigma, x)
+        if compiling and self.collects:
+            return self.leave(self._compiled(x, mask))
+        state = None if compiling else self.begin_call()
+        if state is None:
+            latest = self._state if compiling else self._handed_out()
+            mean, sigma = self.view(latest.mean, latest.sigma, x)
             return self.leave(evaluate(x, mean, sigma, self.weight, self.bias, mask))
 
-        if compiling:
-            return self.leave(self._compiled(x, mask))
+        real = state is self._state  # not a call that backward repeats
         layout, settings = fused_layout(x, mask), self.fused_settings()
         if layout and settings:
-            call = LayerCall(layout, settings, state_record(self.begin_call()), self.receive)
-            if self.channel_dim == 1 and self._scaler is None:
+            call = LayerCall(layout, settings, state_record(state), self.receive)
+            if real and self.channel_dim == 1 and self._scaler is None:
                 self.__dict__["_known"] = x.shape, x.stride(), call
             return self.leave(stream_layer(x, self.weight, self.bias, call))
-        self._forward_runs()
         rules = self.rules
         with outside_inference_mode(), torch.no_grad():
-            before = stream.bind(self._settled(), self.statistic_shape(x))
-            before = folded(rules, before) if self._marked else before
+            before = stream.bind(state, self.statistic_shape(x))
+            before = folded(rules, before) if self._marked or not real else before
             after, kept = stream_statistics(rules, before, x.to(compute_dtype(x, before.mean)), mask)
         gradients = partial(self._stream_gradients, rules, kept)
         y = apply(x, self.weight, self.bias, mask, kept.mean, kept.sigma, kept.own, self.statistic, gradients)
-        with outside_inference_mode(), torch.no_grad():
-            self._bind(after)
-            stream.write(self._own(), after)
-        self._marked = False
+        if real:
+            with outside_inference_mode(), torch.no_grad():
+                self._bind(after)
+                stream.write(self._own(), after)
+            self._marked = False
         return self.leave(y)
 
     def _as_before(self, x: Tensor) -> tuple[Tensor | None, Tensor | None, LayerCall] | None:
@@ -136,7 +139,7 @@ class StreamingNorm(Stateful):
         shape, stride, call = self.__dict__.get("_known", NOTHING)
         if type(x) is not Tensor or x.shape != shape or x.stride() != stride:
             return None
-        if not is_plain_float32(x) or not kernels.available():
+        if not is_plain_float32(x) or not kernels.available() or may_be_checkpointed():
             return None
         own = self._parameters  # faster than attributes of a module
         weight, bias = own.get("weight"), own.get("bias")
@@ -187,8 +190,14 @@ class StreamingNorm(Stateful):
     def rules(self) -> Rules:
         return Rules(self.statistic, self.alpha, self.beta, self.kappa, self.warmup)
 
-    def begin_call(self) -> State:
-        """What a fused training call streams its statistics into."""
+    def begin_call(self) -> State | None:
+        """What a call streams its statistics into; None if it takes none. A call that backward repeats gets a copy."""
+        if may_be_checkpointed():
+            kept = kept_by_first_run(id(self), lambda: stream.copied(self._settled()) if self.collects else None)
+            if kept is not FIRST_RUN:
+                return None if kept is None else stream.copied(kept)
+        if not self.collects:
+            return None
         self._forward_runs()
         return self._settled()
 
