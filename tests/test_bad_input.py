@@ -40,7 +40,7 @@ CONSTRUCTION = [
     (lambda: StreamingNorm(3, affine=False, dtype=torch.int64), "dtype=torch.int64"),
     (lambda: Affine(3, dtype=torch.int64), "dtype=torch.int64"),
     (lambda: StreamingNorm(3, channel_dim=2), "channel_dim=2: use 1 .*or -1"),
-    (lambda: StreamingNorm(3, process_group=object()), "process_group=.*not there yet"),
+    (lambda: StreamingNorm(3, process_group=object()), "process_group=.*use .world. for all processes"),
     (lambda: SampleNorm(3, ref="BA1"), "pools samples: use SP1-SP5"),
     (lambda: SampleNorm(3, center="running"), "no running mean"),
     (lambda: GeneralBatchNorm(3, ref="SP1"), "GeneralBatchNorm ref='SP1' pools no samples: use BA1-BA6"),

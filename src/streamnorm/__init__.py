@@ -3,6 +3,7 @@
 from ._version import __version__
 from .cells import GRUCell, LSTMCell, RNNCell
 from .convolutional import ConvGRU, ConvRNN
+from .joining import StreamJoin
 from .layers import Affine, GeneralBatchNorm, SampleNorm, TimeSpecificNorm
 from .normref import NormRef
 from .optim import DecoupledUpdate, Manhattan
@@ -25,6 +26,7 @@ __all__ = [
     "NormRef",
     "RNNCell",
     "SampleNorm",
+    "StreamJoin",
     "StreamingNorm",
     "TimeSpecificNorm",
     "__version__",

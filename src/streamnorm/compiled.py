@@ -93,6 +93,8 @@ def _forward(
         kept_state = kept_by_first_run(count.data_ptr(), lambda: stream.copied(state))
         state = state if kept_state is FIRST_RUN else stream.copied(kept_state)
     if fused:
+        if state.stats.pending:  # not by the kernels, which round otherwise; all processes of a group do it alike
+            stream.write_stream(state.stats, stream.fold(state.stats, *rules.kappa[:2]))
         x, weight, bias = _readable(x), _contiguous(weight), _contiguous(bias)
         y, kept = torch.empty_like(x), x.new_empty(kernels.kept_size(x.shape[1]))
         kernels.layer_forward(

@@ -81,6 +81,16 @@ def stream_statistics(rules: Rules, before: State, x: Tensor, mask: Tensor | Non
     return after, Call(s, s_hat[0].reshape(kept_shape), s_hat[1].reshape(kept_shape), accept, w)
 
 
+def window_statistics(rules: Rules, state: State) -> Tensor:
+    """s_hat of a window as a whole, in the place of its latest call."""
+    stats = state.stats
+    s_hat = stream.blend(stats, *rules.alpha)
+    if rules.warmup and s_hat.numel():
+        layer = stream.layer_statistics(stats.short[0], stats.short[1], None, rules.statistic.p)
+        s_hat, _ = stream.warm_start(s_hat, layer.reshape(2, *(1 for _ in state.mean.shape)), state.seen, rules.warmup)
+    return s_hat
+
+
 def stream_gradients(
     rules: Rules, grads: Stream, call: Call, grad_mean: Tensor, grad_sigma: Tensor, scale: Tensor | None
 ) -> tuple[Stream, tuple[Tensor, Tensor]]:

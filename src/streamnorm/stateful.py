@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import stream
+from . import distributed, stream
 from .base import (
     BATCHNORM_KEYS,
     Device,
@@ -17,6 +17,8 @@ from .base import (
     outside_inference_mode,
     statistics_like,
 )
+from .distributed import SameGroup, Share
+from .rules import Rules, folded
 from .stream import State, Stream
 from .updates import Listener, loss_scale
 
@@ -25,13 +27,17 @@ class Stateful(Norm, Listener):
     """Base of StreamingNorm. The state is written in place, except that what was handed out never changes."""
 
     warmup: float
+    process_group: Any = None
     _version = 2
     _state: State
+    _seen_before: Tensor  # `seen` when the windows of all processes were last merged
+    _merged = False  # with other processes, ever
     _marked = False  # a weight update may be pending; spares calls that cannot have one the work of a fold
     _shared = False  # somebody may hold the tensors of the state: they are not written to any more
 
     def _begin(self, device: Device, dtype: torch.dtype | None) -> None:
         self._state = stream.new_state(self.initial_shape(), statistics_like(device, dtype))
+        self._seen_before = torch.zeros_like(self._state.seen)
 
     def __setattr__(self, name: str, value: Any) -> None:
         self.__dict__.pop("_known", None)  # how the last call was served: something is new now
@@ -81,12 +87,31 @@ class Stateful(Norm, Listener):
     def reset_running_stats(self) -> None:
         """Forget everything: statistics, their gradients, and the spatial size that they are bound to."""
         self._state = stream.new_state(self.initial_shape(), self._state.seen)
+        self._seen_before = torch.zeros_like(self._state.seen)
 
     def reset_gradients(self) -> None:
         """Forget the streamed gradients, for a new loss or a new scale of it."""
         state, like = self._state, self._state.seen
         grads = replace(stream.new_stream(tuple(state.mean.shape), like), pending=state.grads.pending)
         self._state = replace(state, grads=grads, loss_scale=torch.zeros_like(like))
+
+    @property
+    def rules(self) -> Rules:
+        """The settings by which statistics and gradients are streamed."""
+        raise NotImplementedError
+
+    def _share(self) -> tuple[Any, Share] | None:
+        group = distributed.members(self.process_group)
+        if group is None:
+            return None
+        state = folded(self.rules, self._settled())  # a process without a batch has not folded the last update yet
+        return group, Share(self.rules, state, self._seen_before, not self._merged)
+
+    def _take(self, state: State, seen_before: Tensor) -> None:
+        if state.mean.shape != self._state.mean.shape:
+            self._state = stream.new_state(tuple(state.mean.shape), state.seen)
+        stream.write(self._own(), state)
+        self._seen_before, self._merged = seen_before, bool(state.mean.numel())
 
     def _mark_update(self, found_inf: Tensor | None) -> None:
         state = self._own()
@@ -107,9 +132,17 @@ class Stateful(Norm, Listener):
             stream.write(state, replace(state, grads=stream.drop(state.grads, skipped), loss_scale=scale))
         return state
 
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        return state | {"process_group": SameGroup(self.process_group)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state | {"process_group": state["process_group"].group})
+
     def _apply(self, fn: Any, recurse: bool = True) -> "Stateful":
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._state = stream.from_dict({k: moved(tensor, fn) for k, tensor in stream.to_dict(self._state).items()})
+        self._seen_before = moved(self._seen_before, fn)
         return self
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
@@ -117,6 +150,8 @@ class Stateful(Norm, Listener):
         self._settled()
         for name, tensor in stream.to_dict(self._handed_out()).items():
             destination[prefix + name] = tensor
+        if self.process_group is not None:
+            destination[prefix + "seen_before"] = self._seen_before.clone()
         self._marked = True  # the pending mark may be written to through what was handed out
 
     def _load_from_state_dict(
@@ -134,12 +169,15 @@ class Stateful(Norm, Listener):
             mark = state_dict[prefix + "pending"]
             state_dict = {key: value for key, value in state_dict.items() if key != prefix + "pending"}
             state_dict |= {f"{prefix}{name}_pending": mark for name in stream.STREAMS}
+        before = state_dict.get(prefix + "seen_before")  # where windows are merged over processes
         ours = {name: state_dict[prefix + name] for name in names if prefix + name in state_dict}
         if ours and (local_metadata.get("version") or self._version) > self._version:
             error_msgs.append(f"{prefix}* was saved by a newer streamnorm (state version {local_metadata['version']})")
             return
         foreign = BATCHNORM_KEYS if is_batchnorm(state_dict, prefix) and not ours else ()
-        others = {k: v for k, v in state_dict.items() if k.removeprefix(prefix) not in (*names, *foreign)}
+        others = {
+            k: v for k, v in state_dict.items() if k.removeprefix(prefix) not in (*names, *foreign, "seen_before")
+        }
         super()._load_from_state_dict(others, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
         if foreign:
             self._load_batchnorm(batchnorm_statistics(state_dict, prefix, self.eps), prefix, error_msgs)
@@ -147,6 +185,7 @@ class Stateful(Norm, Listener):
             missing_keys.extend(prefix + name for name in names if name not in ours)
         else:
             self._load_state(ours, prefix, local_metadata.get("assign_to_params_buffers", False), error_msgs)
+        self._seen_before = (self._state.seen if before is None else before).detach().to(self._state.seen, copy=True)
 
     def _load_state(self, loaded: dict[str, Tensor], prefix: str, assign: bool, error_msgs: list[str]) -> None:
         shape = loaded["mean"].shape

@@ -20,6 +20,7 @@ from .dispatch import (
     is_plain_float32,
     is_vector,
 )
+from .distributed import check_group
 from .fused import LayerCall, stream_layer
 from .kernels import state_record
 from .normref import NormRef
@@ -43,6 +44,8 @@ class StreamingNorm(Stateful):
     (average |x - c|^p + eps^(p/2))^(1/p) is the "running" mean (setting B), the "mean" of the reference (A), or "zero"
     (C). For the first `warmup` elements per statistic the layer turns gradually from a layer norm into a streaming
     norm; 0 switches that off. A mini-batch with values that are not finite is not pushed.
+
+    `process_group`: whose processes merge their windows after each weight update, "world" for all of them.
 
     Optimizers of torch tell the layer of weight updates by themselves; see `streamnorm.attach` for the exceptions.
     Shapes and `mask` as in `SampleNorm`. State: `mean`, `sigma` (the latest s_hat), `stats` (H1), `grads` (H2).
@@ -84,8 +87,7 @@ class StreamingNorm(Stateful):
         )
         if not (is_number(warmup) and warmup >= 0):
             raise ValueError(f"warmup={warmup!r}: must be a finite number of at least 0 (elements per statistic)")
-        if process_group is not None:
-            raise ValueError(f"process_group={process_group!r}: merging statistics over processes is not there yet")
+        check_group(process_group)
         self.alpha = numbers("alpha", alpha, "long short")
         self.beta = numbers("beta", beta, "long short present")
         self.kappa = numbers(
@@ -199,7 +201,13 @@ class StreamingNorm(Stateful):
         if not self.collects:
             return None
         self._forward_runs()
-        return self._settled()
+        state = self._settled()
+        if self._marked and self.process_group is not None:
+            # Not by the kernels, which round otherwise: a process without a batch folds in plain torch.
+            with outside_inference_mode(), torch.no_grad():
+                stream.write(state, folded(self.rules, state))
+            self._marked = False
+        return state
 
     def receive(self) -> tuple[State, bytes | None, float]:
         """What the backward pass of a fused call streams its gradients into: state, its record, scale of the loss."""
@@ -218,4 +226,5 @@ class StreamingNorm(Stateful):
         return fused_settings(statistic, streaming, vectors, self.num_features)
 
     def extra_repr(self) -> str:
-        return self.settings(alpha=self.alpha, beta=self.beta, kappa=self.kappa, warmup=self.warmup)
+        group = {} if self.process_group is None else {"process_group": self.process_group}
+        return self.settings(alpha=self.alpha, beta=self.beta, kappa=self.kappa, warmup=self.warmup, **group)

@@ -4,14 +4,19 @@ A `Listener` learns that the weights changed; what it does about it is its own a
 """
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import count
 from typing import Any, Protocol
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+from . import distributed
+from .distributed import Share
+from .stream import State
 
 PATIENCE = 256  # backward passes without an update before a layer asks whether it was forgotten
 
@@ -33,14 +38,19 @@ class Listener(nn.Module):
     _heard = False  # of any weight update, ever
     _passes = 0  # backward passes until then; the timesteps of one pass count once
     _in_backward = False
+    _number = 0  # in the order of making, in which all processes merge
 
     def __init__(self) -> None:
         super().__init__()
+        self._enlist()
+
+    def _enlist(self) -> None:
+        self._number = next(_numbers)
         _listeners.add(self)
 
     def weights_updated(self) -> None:
         """Tell the layer that the weights changed. Optimizers of torch do this by themselves."""
-        self._hear(None)
+        _tell([self], None)
 
     def _hear(self, found_inf: Tensor | None) -> None:
         if not self._heard:
@@ -49,6 +59,14 @@ class Listener(nn.Module):
 
     def _mark_update(self, found_inf: Tensor | None) -> None:
         """Remember that the weights changed, unless `found_inf` is non-zero: then the step was skipped."""
+        raise NotImplementedError
+
+    def _share(self) -> tuple[Any, Share] | None:
+        """The processes to merge with, and what to merge; None for a layer that keeps to itself."""
+        return None
+
+    def _take(self, state: State, seen_before: Tensor) -> None:
+        """The result of a merge."""
         raise NotImplementedError
 
     @property
@@ -78,21 +96,45 @@ class Listener(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        _listeners.add(self)
+        self._enlist()
 
 
+_numbers = count(1)
 _listeners: WeakSet[Listener] = WeakSet()
+_attached: WeakKeyDictionary[Optimizer, list[list[Listener]]] = WeakKeyDictionary()
 
 
-def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if not _listeners:
-        return
+def after_step(optimizer: Optimizer, args: Any = (), kwargs: Any = None) -> None:
+    """What every step of an optimizer of torch is followed by: the layers that it updates hear of it."""
+    if _listeners:
+        _tell(listeners_of(optimizer), _found_inf(optimizer))
+
+
+def listeners_of(optimizer: Optimizer) -> list[Listener]:
+    """The layers whose parameters an optimizer owns, and those attached to it, in the order of their making."""
     owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    found = {layer for layers in _attached.get(optimizer, ()) for layer in layers}
     for layer in list(_listeners):
         # `parameters()` is slow, and only needed where a parametrization put them into submodules.
         own = layer.parameters() if layer._modules else layer._parameters.values()
         if any(id(p) in owned for p in own):
-            layer._hear(_found_inf(optimizer))
+            found.add(layer)
+    return sorted(found, key=lambda layer: layer._number)
+
+
+def _tell(layers: Sequence[Listener], found_inf: Tensor | None) -> None:
+    """A weight update, unless `found_inf` is non-zero: windows are merged over processes first, as one message."""
+    groups: dict[Any, list[tuple[Listener, Share]]] = {}
+    for layer in layers:
+        shared = layer._share()
+        if shared is not None:
+            groups.setdefault(shared[0], []).append((layer, shared[1]))
+    for group, members in groups.items():
+        results = distributed.merged(group, [share for _, share in members], found_inf)
+        for (layer, _), result in zip(members, results, strict=True):
+            layer._take(*result)
+    for layer in layers:
+        layer._hear(found_inf)
 
 
 def _found_inf(optimizer: object) -> Tensor | None:
@@ -101,7 +143,7 @@ def _found_inf(optimizer: object) -> Tensor | None:
     return found if isinstance(found, Tensor) else None
 
 
-register_optimizer_step_post_hook(_after_step)
+register_optimizer_step_post_hook(after_step)
 
 
 class _Attachment:
@@ -132,11 +174,7 @@ def attach(optimizer: Any, module: nn.Module, scaler: Scaler | None = None) -> R
     if scaler is not None and not callable(getattr(scaler, "scale", None)):
         raise TypeError(f"attach: scaler={scaler!r} is not a GradScaler (it has no scale method)")
 
-    def heard(stepped: object) -> None:
-        for layer in layers:
-            layer._hear(_found_inf(stepped))
-
-    undo = [_after_steps_of(optimizer, heard)]
+    undo = [_after_steps_of(optimizer, layers)]
     if scaler is not None:
         for layer in layers:
             layer._scalers += (scaler,)
@@ -150,13 +188,14 @@ def _detach_scaler(layers: list[Listener], scaler: Scaler) -> None:
         layer._scalers = layer._scalers[:at] + layer._scalers[at + 1 :]
 
 
-def _after_steps_of(optimizer: Any, heard: Callable[[object], None]) -> Callable[[], None]:
-    """Call `heard` after each step; returns how to undo it."""
-    while not hasattr(optimizer, "register_step_post_hook") and hasattr(optimizer, "optimizer"):
+def _after_steps_of(optimizer: Any, layers: list[Listener]) -> Callable[[], None]:
+    """Tell the layers after each step; returns how to undo it."""
+    while not isinstance(optimizer, Optimizer) and hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer  # a wrapper such as DecoupledUpdate: only the inner one's steps count
-    if hasattr(optimizer, "register_step_post_hook"):
-        handle = optimizer.register_step_post_hook(lambda stepped, args, kwargs: heard(stepped))
-        return handle.remove  # type: ignore[no-any-return]
+    if isinstance(optimizer, Optimizer):
+        attached = _attached.setdefault(optimizer, [])
+        attached.append(layers)
+        return lambda: attached.remove(layers)
     step = getattr(optimizer, "step", None)
     if not callable(step):
         raise TypeError(f"attach: {type(optimizer).__name__} has no step() method, so it cannot be listened to")
@@ -165,7 +204,7 @@ def _after_steps_of(optimizer: Any, heard: Callable[[object], None]) -> Callable
     def step_and_tell(*args: Any, **kwargs: Any) -> Any:
         result = step(*args, **kwargs)
         if listening:
-            heard(optimizer)
+            _tell(layers, _found_inf(optimizer))
         return result
 
     def stop() -> None:

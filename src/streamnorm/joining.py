@@ -1,0 +1,58 @@
+"""Processes with unequal amounts of data, through torch's Join: who has no more takes part in merges all the same."""
+
+from typing import Any
+
+import torch
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.optim.optimizer import Optimizer
+
+from . import distributed
+from .stateful import Stateful
+from .updates import after_step, listeners_of
+
+
+class StreamJoin(Joinable):
+    """Lets the streaming layers that an optimizer updates be trained under `Join`, one optimizer step per batch.
+
+        with Join([ddp_model, StreamJoin(optimizer)]):
+            for batch in loader:  # of another length in each process
+                ...
+
+    A process that has run out of data shadows the merges of the others, and ends with the same state as they.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        super().__init__()
+        while not isinstance(optimizer, Optimizer) and hasattr(optimizer, "optimizer"):
+            optimizer = optimizer.optimizer
+        layers = [layer for layer in listeners_of(optimizer) if isinstance(layer, Stateful)]
+        groups = [group for layer in layers if (group := distributed.members(layer.process_group)) is not None]
+        if not groups:
+            raise ValueError(
+                "StreamJoin: the optimizer updates no streaming layer that merges over processes: give the layers "
+                'process_group="world", and call torch.distributed.init_process_group() first'
+            )
+        self._optimizer, self._group, self._device = optimizer, groups[0], layers[0].state.seen.device
+        optimizer.register_step_pre_hook(self._notify)
+
+    def _notify(self, *step: Any) -> None:
+        Join.notify_join_context(self)  # only heeded from the first of the joinables
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        return _Shadow(self._optimizer)
+
+    @property
+    def join_device(self) -> torch.device:
+        return self._device
+
+    @property
+    def join_process_group(self) -> Any:
+        return self._group
+
+
+class _Shadow(JoinHook):
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def main_hook(self) -> None:
+        after_step(self.optimizer)

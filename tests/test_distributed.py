@@ -1,0 +1,165 @@
+"""Data parallel, in two real processes started by torchrun: windows merge to what one process would hold."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from distributed_cases import SETTINGS, inputs, snapshot
+from torch import nn
+
+import streamnorm
+from streamnorm import StreamingNorm
+
+HERE = Path(__file__).parent
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    """What the two processes found, by the name of the case."""
+    folder = tmp_path_factory.mktemp("ranks")
+    command = [*TORCHRUN, HERE / "distributed_cases.py", folder]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return lambda case: [torch.load(folder / f"{case}-{rank}.pt", weights_only=False) for rank in range(2)]
+
+
+def assert_same(a, b):
+    assert a.keys() == b.keys()
+    for key in a:
+        assert torch.equal(a[key], b[key]), key
+
+
+def assert_close(a, b):
+    torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_merged_windows_are_those_of_one_process(ranks, name):
+    """One that saw the mini-batches of both in one window: the mean; sigma unless c differs; H2 for the same s_hat."""
+    merged, other = (found[name] for found in ranks("laws"))
+    norm = StreamingNorm(3, dtype=torch.float64, **SETTINGS[name])
+    for window in range(3):
+        assert_same(merged[window], other[window])
+        for rank in range(2):
+            for x, dy in inputs(window, rank):
+                norm(x.requires_grad_()).backward(dy)
+        norm.weights_updated()
+        one, two = snapshot(norm), merged[window]
+        assert two["stats_count"] == one["stats_count"]
+        assert two["grads_count"] == one["grads_count"]
+        assert two["seen"] == one["seen"]
+        rows = slice(0, 1) if norm.center == "running" else slice(0, 2)
+        for part in ("stats_short", "stats_long"):
+            assert_close(two[part][rows], one[part][rows])
+        if norm.warmup == 0:
+            assert_close(two["mean"], one["mean"])
+            assert_close(two["sigma"], one["sigma"])
+        if name == "frozen" and window:
+            assert_close(two["grads_short"], one["grads_short"])
+
+
+def test_ddp_ranks_agree_bit_for_bit(ranks):
+    """With no_sync() accumulation, uneven batches, buffers that DDP broadcasts, and windows that are their own."""
+    found = ranks("ddp")
+    for one, two in zip(*(each["states"] for each in found), strict=True):
+        assert_same(one, two)
+    assert all(each["own windows"] == 3 for each in found)  # until they are merged
+    assert found[0]["states"][-1]["norm.stats_count"] == 6
+    assert torch.equal(found[0]["output"], found[1]["output"])
+    assert not torch.equal(found[0]["states"][0]["norm.stats_short"], found[0]["states"][1]["norm.stats_short"])
+
+
+def test_a_rank_without_a_batch(ranks):
+    states = ranks("no_batch")
+    for one, two in zip(*states, strict=True):
+        assert_same(one, two)
+    counts = [int(state["norm.stats_count"]) for state in states[0]]
+    assert counts == [1, 2, 1, 0, 2]
+    assert_same_statistics(states[0][2], states[0][3])  # a step without any batch: only folded
+
+
+def assert_same_statistics(a, b):
+    assert torch.equal(a["norm.mean"], b["norm.mean"])
+    assert torch.equal(a["norm.stats_short"], b["norm.stats_short"])
+    assert not torch.equal(a["norm.stats_long"], b["norm.stats_long"])
+
+
+def test_one_message_per_update_for_the_whole_model(ranks):
+    for found in ranks("one_message"):
+        forward, first, again, later = found["sent"]
+        assert forward == again == []
+        assert len(first) == 2  # once more for the sizes of statistics with a location
+        assert later == [found["numbers"]]
+
+
+@pytest.mark.parametrize("case", ["join", "join_alone"])
+def test_uneven_inputs_through_join(ranks, case):
+    one, two = ranks(case)
+    assert_same(one, two)
+    assert one["norm.stats_count" if case == "join" else "stats_count"] > 0
+
+
+def test_join_counts_every_window(ranks):
+    """The windows that only one process had are streamed into the state of both."""
+    norm = StreamingNorm(3, dtype=torch.float64)
+    for window in range(4):
+        for rank in range(2) if window < 2 else [1]:
+            for x, dy in inputs(window, rank):
+                norm(x.requires_grad_()).backward(dy)
+        norm.weights_updated()
+    found = ranks("join_alone")[0]
+    assert_close(found["stats_long"][0], norm.stats.long[0])
+    assert found["seen"] == norm.state.seen
+
+
+def test_fsdp(ranks):
+    one, two = ranks("fsdp")
+    assert_same(one["state"], two["state"])
+    assert one["counts"] == [1, 1, 1]  # every step was heard of and folded
+
+
+def test_resumed_in_the_middle_of_a_window(ranks):
+    for found in ranks("resumed"):
+        assert_same(found["whole"], found["resumed"])
+
+
+def test_all_begin_with_what_the_first_process_loaded(ranks):
+    one, two = ranks("loaded_by_one")
+    assert_same(one, two)
+    assert torch.equal(one["stats_long"][0], torch.zeros(3))
+    assert not one["stats_empty"]
+
+
+def test_a_skipped_step_merges_nothing(ranks):
+    one, two = ranks("skipped")
+    assert_same(one[0], two[0])
+    assert_same(one[2], two[2])
+    assert not torch.equal(one[1]["stats_short"], two[1]["stats_short"])
+    assert [int(state["stats_count"]) for state in one] == [2, 1, 4]
+
+
+def test_groups(ranks):
+    for found in ranks("groups"):
+        assert found["same"]
+        assert found["pickled"] is None
+        assert found["state"]["stats_count"] == 2
+        assert found["local"]["stats_count"] == 1
+
+
+def test_without_torch_distributed_a_layer_keeps_to_itself():
+    norm, alone = StreamingNorm(3, process_group="world"), StreamingNorm(3)
+    x = torch.randn(4, 3)
+    for each in (norm, alone):
+        each(x).sum().backward()
+        torch.optim.SGD(each.parameters(), lr=0.1).step()
+    state = snapshot(norm)
+    assert state.pop("seen_before") == 0
+    assert_same(state, snapshot(alone))
+    alone.load_state_dict(norm.state_dict())  # the other way is tested by test_resumed
+    norm.load_state_dict(alone.state_dict())
+    assert "process_group='world'" in repr(norm)
+    with pytest.raises(ValueError, match=r"StreamJoin: .*process_group=.world."):
+        streamnorm.StreamJoin(torch.optim.SGD(nn.Sequential(norm).parameters(), lr=0.1))
