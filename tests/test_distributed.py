@@ -1,7 +1,11 @@
 """Data parallel, in two real processes started by torchrun: windows merge to what one process would hold."""
 
+import os
+import re
+import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -163,3 +167,35 @@ def test_without_torch_distributed_a_layer_keeps_to_itself():
     assert "process_group='world'" in repr(norm)
     with pytest.raises(ValueError, match=r"StreamJoin: .*process_group=.world."):
         streamnorm.StreamJoin(torch.optim.SGD(nn.Sequential(norm).parameters(), lr=0.1))
+
+
+def example(checkpoint, lose=False):
+    """Run the example under torchrun; with `lose`, kill a worker after it has saved. Returns what was printed."""
+    options = ["--max-restarts", "2", HERE.parent / "examples/distributed.py", "--updates", "20"]
+    command = [*TORCHRUN, *options, "--checkpoint", checkpoint]
+    printed = []
+    pipes = {"stdout": subprocess.PIPE, "text": True, "start_new_session": True}
+    with checkpoint.with_suffix(".log").open("w+") as log, subprocess.Popen(command, stderr=log, **pipes) as running:
+        end = threading.Timer(180, os.killpg, (running.pid, signal.SIGKILL))
+        end.start()
+        for line in running.stdout:
+            printed.append(line)
+            if lose and line.startswith("update 10"):
+                worker = re.search(r"rank 1 is process (\d+)", "".join(printed))
+                os.kill(int(worker[1]), signal.SIGKILL)
+                lose = False
+        end.cancel()
+        log.seek(0)
+        assert running.wait() == 0, log.read()
+    return "".join(printed)
+
+
+def test_the_loss_of_a_worker_changes_nothing(tmp_path):
+    example(tmp_path / "whole.pt")
+    printed = example(tmp_path / "lost.pt", lose=True)
+    starts = re.findall(r"begins at update (\d+)", printed)
+    assert starts[:2] == ["0", "0"]
+    assert starts[2] == starts[3] != "0"
+    whole, lost = (torch.load(tmp_path / f"{name}.pt", weights_only=True) for name in ("whole", "lost"))
+    assert_same(whole["model"], lost["model"])
+    assert whole["update"] == lost["update"] == 20
