@@ -35,10 +35,12 @@ def network():
 
 def join_processes():
     """After a restart torchrun's store still holds the addresses of the processes before, so each has its own part."""
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    rank, world, port = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+    serves = rank == 0 and os.environ["TORCHELASTIC_USE_AGENT_STORE"] != "True"
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], port, is_master=serves)
     store = dist.PrefixStore(f"attempt {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
-    dist.init_process_group("gloo", store=store, rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
-    return dist.get_rank(), dist.get_world_size()
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    return rank, world
 
 
 def save(path, **state):

@@ -173,9 +173,11 @@ def join_alone(rank):
 
 
 def fsdp(rank):
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
+    try:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+    except ImportError:
+        return None
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     net = nn.Sequential(nn.Linear(3, 4), StreamingNorm(4, process_group="world"), nn.Tanh(), nn.Linear(4, 2))
     fully_shard(net[0], mesh=mesh)

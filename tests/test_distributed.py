@@ -121,6 +121,8 @@ def test_join_counts_every_window(ranks):
 
 def test_fsdp(ranks):
     one, two = ranks("fsdp")
+    if one is None:
+        pytest.skip("this torch has no fully_shard")
     assert_same(one["state"], two["state"])
     assert one["counts"] == [1, 1, 1]  # every step was heard of and folded
 
