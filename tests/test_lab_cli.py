@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from lab_results import results
-from processes import wait_for
+from processes import is_alive, wait_for, workers_of
 
 from streamnorm.cli import main
 from streamnorm.lab import commands
@@ -159,10 +159,21 @@ def start(*arguments, **options):
 ONLINE = ["run", "online", "--preset", "smoke", "--data", "digits", "--jobs", "2"]
 
 
+MORE = [*ONLINE, "--seeds", 50]  # than it has time for before it is stopped
+
+
+def same_curves(out, all_figures):
+    """What was trained into `out`, with whatever came between, is what was trained without."""
+    (here,), there = read_folder(out), {each.figure.name: each for each in read_folder(all_figures)}["online"]
+    for label, (run,) in here.curves.items():
+        for name, values in run["curves"].items():
+            assert values == pytest.approx(there.curves[label][0]["curves"][name], rel=1e-3, nan_ok=True), (label, name)
+
+
 def test_several_processes_give_the_same_and_survive_interrupts(all_figures, tmp_path):
     """Two workers, and Ctrl-C as a terminal sends it, to all of them; then it ends as without."""
     out = tmp_path / "out"
-    first = start(*ONLINE, "--seeds", 50, "--out", out, start_new_session=True)  # more than it has time for
+    first = start(*MORE, "--out", out, start_new_session=True)
     wait_for(lambda: len(list(out.glob("runs/*"))) > 1, first)
     os.killpg(first.pid, signal.SIGINT)
     _, errors = first.communicate(timeout=300)
@@ -173,10 +184,21 @@ def test_several_processes_give_the_same_and_survive_interrupts(all_figures, tmp
     again = start(*ONLINE, "--out", out)
     _, errors = again.communicate(timeout=300)
     assert again.returncode == 0, errors
-    (here,), there = read_folder(out), {each.figure.name: each for each in read_folder(all_figures)}["online"]
-    for label, (run,) in here.curves.items():
-        for name, values in run["curves"].items():
-            assert values == pytest.approx(there.curves[label][0]["curves"][name], rel=1e-3, nan_ok=True), (label, name)
+    same_curves(out, all_figures)
+
+
+def test_a_killed_worker_is_named_and_its_run_gone_on_with(all_figures, tmp_path):
+    process = start(*MORE, "--out", tmp_path)
+    workers = wait_for(lambda: workers_of(process.pid), process)  # asked once: they may be others a moment later
+    assert workers, process.communicate()
+    os.kill(workers[0], signal.SIGKILL)
+    _, errors = process.communicate(timeout=300)
+    assert process.returncode == 2, errors
+    assert "a worker ended with exit code -9: run the same command again to go on" in errors
+    assert "Traceback" not in errors
+    assert not any(map(is_alive, workers))
+    assert main([*ONLINE[:-2], "--out", str(tmp_path)]) == 0
+    same_curves(tmp_path, all_figures)
 
 
 def test_on_a_terminal_there_is_a_progress_bar(tmp_path):
