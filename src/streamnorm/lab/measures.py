@@ -3,14 +3,13 @@
 from collections.abc import Callable, Sequence
 from statistics import fmean
 
-from .results import FigureResults, final, finished, points, value_at
+from .results import FigureResults, final, finished, points, shown, value_at
 
 Measure = Callable[[FigureResults, int], float]  # results, seed -> positive where the claim holds
 
 
 def end(results: FigureResults, label: str, seed: int, name: str) -> float:
-    """Where a curve ends: nats of loss, or points (per cent) of error."""
-    return final(results.of(label, seed), name) * (100 if name.endswith("error") else 1)
+    return shown(results.of(label, seed), name)
 
 
 def lower(name: str, ours: Sequence[str], theirs: Sequence[str]) -> Measure:

@@ -14,6 +14,7 @@ from .store import read_json, write_json
 
 Result = dict[str, Any]  # of one run, as `train` writes it
 Points = list[tuple[float, float]]  # epochs and values
+PER_CENT = 100.0  # errors are kept as shares
 LAST = 0.1  # share of the training that its final loss is a mean over
 
 
@@ -110,6 +111,11 @@ def _mean_over(rows: Points, start: float) -> float:
     return total / (before - start)
 
 
+def shown(result: Result, name: str) -> float:
+    """The end of a curve in the unit that people read: nats of loss, or points (per cent) of error."""
+    return final(result, name) * (PER_CENT if name.endswith("error") else 1.0)
+
+
 def finished(results: Iterable[Result]) -> list[Result]:
     return [result for result in results if result["outcome"] == "finished"]
 
@@ -117,8 +123,7 @@ def finished(results: Iterable[Result]) -> list[Result]:
 def ends(results: Sequence[Result], name: str) -> list[float]:
     """The ends of a curve in its finished runs, in nats or per cent; none where they do not have this measure."""
     kind = name.split("_")[1]
-    factor = 100 if kind == "error" else 1
-    return [factor * final(result, name) for result in finished(results) if kind in result["chance"]]
+    return [shown(result, name) for result in finished(results) if kind in result["chance"]]
 
 
 def mean_and_error(values: Iterable[float]) -> tuple[float, float]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
-from ..results import FigureResults, Points, Result, finished, points, value_at
+from ..results import PER_CENT, FigureResults, Points, Result, finished, points, value_at
 
 STEEP = 0.03  # share of the training, at its start, whose values may lie above the panel
 NEIGHBOURS = 50  # mini-batches in the moving average of a text's training loss, as in the paper
@@ -24,7 +24,7 @@ class Measure:
     parts: tuple[tuple[str, str], ...]  # column, what it is called
 
 
-ERROR = Measure("error", 100.0, "%", (("train_error", "Training"), ("test_error", "Test")))
+ERROR = Measure("error", PER_CENT, "%", (("train_error", "Training"), ("test_error", "Test")))
 LOSS = Measure("loss", 1.0, "nats", (("train_loss", "Training"), ("test_loss", "Validation")))
 
 
