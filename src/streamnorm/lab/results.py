@@ -35,6 +35,11 @@ class FigureResults:
         each = [{result["settings"]["seed"] for result in results} for results in self.curves.values()]
         return sorted(set.intersection(*each)) if each else []
 
+    @property
+    def runs(self) -> list[Result]:
+        """Of all curves."""
+        return [result for results in self.curves.values() for result in results]
+
     def of(self, label: str, seed: int) -> Result:
         return next(result for result in self.curves[label] if result["settings"]["seed"] == seed)
 
@@ -57,7 +62,7 @@ def read_results(path: Path) -> FigureResults:
     try:
         figure = FIGURES[content.pop("figure")]
         found = FigureResults(figure, **content)
-        for result in (result for results in found.curves.values() for result in results):
+        for result in found.runs:
             final(result, "test_loss"), result["settings"]["seed"], result["seconds"]  # what all else reads
         return found
     except (KeyError, TypeError, AttributeError) as error:

@@ -46,10 +46,14 @@ class Line:
 
 
 def measure_of(results: FigureResults) -> Measure:
-    chances = [result["chance"] for each in results.curves.values() for result in each]
-    if not chances:
+    if not results.runs:
         return LOSS if results.figure.curves[0].run.is_text else ERROR
-    return ERROR if any("error" in chance for chance in chances) else LOSS
+    return measure_in(results.runs)
+
+
+def measure_in(runs: Sequence[Result]) -> Measure:
+    """Error where there is any run that has one."""
+    return ERROR if any(ERROR.name in run["chance"] for run in runs) else LOSS
 
 
 def origin(results: FigureResults) -> str:
@@ -107,11 +111,11 @@ def window_of(result: Result) -> int:
     return round(NEIGHBOURS / int(result["settings"]["evaluate"]))
 
 
-def chance_of(results: FigureResults) -> float | None:
-    """What guessing gives, in the unit of the figure."""
-    measure = measure_of(results)
-    chances = [result["chance"].get(measure.name) for each in results.curves.values() for result in each]
-    return max((chance * measure.factor for chance in chances if chance is not None), default=None)
+def chance_in(runs: Sequence[Result]) -> float | None:
+    """What guessing gives, in the unit of the runs."""
+    measure = measure_in(runs)
+    chances = [run["chance"][measure.name] for run in runs if measure.name in run["chance"]]
+    return measure.factor * max(chances) if chances else None
 
 
 def limits(lines: Sequence[Line], chance: float | None) -> tuple[float, float] | None:

@@ -6,7 +6,7 @@ from textwrap import wrap
 from typing import TYPE_CHECKING
 
 from ..results import FigureResults, Result, ends, mean_and_error
-from .lines import ERROR, LOSS, ending, origin
+from .lines import ERROR, chance_in, ending, measure_in, origin
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -24,11 +24,11 @@ def draw_matrix(drawing: "Drawing", results: FigureResults) -> None:
     methods = list(dict.fromkeys(method for method, _ in cells))
     scenarios = list(dict.fromkeys(scenario for _, scenario in cells))
     axes = drawing.subplots()
+    heads = []
     for j, scenario in enumerate(scenarios):
-        column = {i: cells.get((method, scenario), []) for i, method in enumerate(methods)}
-        draw_column(axes, j, column)
-    units = [unit_of([cells.get((method, scenario), []) for method in methods]) for scenario in scenarios]
-    heads = ["\n".join([*wrap(scenario, 11), f"({unit})"]) for scenario, unit in zip(scenarios, units, strict=True)]
+        column = [cells.get((method, scenario), []) for method in methods]
+        unit = draw_column(axes, j, column)
+        heads.append("\n".join([*wrap(scenario, 11), f"({unit})"]))
     axes.set_xticks(range(len(scenarios)), heads)
     axes.set_yticks(range(len(methods)), methods)
     axes.tick_params(length=0, labeltop=True, labelbottom=False)
@@ -47,19 +47,13 @@ def draw_matrix(drawing: "Drawing", results: FigureResults) -> None:
     drawing.set_size_inches(9.0, 1.9 + 0.55 * max(len(methods), 1))
 
 
-def unit_of(column: list[list[Result]]) -> str:
-    chances = [result["chance"] for each in column for result in each]
-    return ERROR.unit if any("error" in chance for chance in chances) else LOSS.unit
-
-
-def draw_column(axes: "Axes", j: int, column: dict[int, list[Result]]) -> None:
-    measure = ERROR if unit_of(list(column.values())) == ERROR.unit else LOSS
-    name = f"test_{measure.name}"
-    done = {i: ends(each, name) for i, each in column.items()}
-    best = min((fmean(values) for values in done.values() if values), default=0.0)
-    chances = [r["chance"][measure.name] for each in column.values() for r in each if measure.name in r["chance"]]
-    chance = measure.factor * max(chances, default=0.0)
-    for i, each in column.items():
+def draw_column(axes: "Axes", j: int, column: list[list[Result]]) -> str:
+    """One row per method; the unit of the numbers."""
+    runs = [run for each in column for run in each]
+    measure, chance = measure_in(runs), chance_in(runs) or 0.0
+    done = [ends(each, f"test_{measure.name}") for each in column]
+    best = min((fmean(values) for values in done if values), default=0.0)
+    for i, each in enumerate(column):
         if not done[i]:
             draw_cell(axes, i, j, "\n".join(wrap(ending(each), 10)), EMPTY, "italic", "normal")
             continue
@@ -71,6 +65,7 @@ def draw_column(axes: "Axes", j: int, column: dict[int, list[Result]]) -> None:
         spread = "" if math.isnan(error) else f"\n± {error:.{1 if measure is ERROR else 2}f}"
         missing = f"\n{ending(each)}" if ending(each) else ""
         draw_cell(axes, i, j, number + spread + missing, colour, "normal", "bold" if mean == best else "normal")
+    return measure.unit
 
 
 def draw_cell(axes: "Axes", i: int, j: int, text: str, colour: tuple[float, ...], slant: str, weight: str) -> None:

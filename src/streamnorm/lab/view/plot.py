@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import MissingExtra
 from ..results import FigureResults
 from ..store import write_bytes
-from .lines import LOSS, NEIGHBOURS, Line, best_region, chance_of, limits, lines_of, measure_of, origin
+from .lines import LOSS, NEIGHBOURS, Line, best_region, chance_in, limits, lines_of, measure_of, origin
 from .looks import Look, looks_of
 from .matrix import draw_matrix
 
@@ -94,7 +94,7 @@ def draw_panels(drawing: "Drawing", results: FigureResults) -> None:
             draw_lines(axes, lines, looks)
             axes.set_title(words, fontsize=10)
             axes.set_ylabel(f"{measure.name} ({measure.unit})")
-        frame(grid[0, column], lines, chance_of(results), region)
+        frame(grid[0, column], lines, chance_in(results.runs), region)
         if rows > 1:
             enlarge(grid[1, column], region)
         grid[-1, column].set_xlabel("epochs")

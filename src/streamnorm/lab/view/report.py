@@ -242,7 +242,7 @@ def figure_claims(claims: Sequence[Verdict]) -> Html:
 
 
 def made(results: FigureResults) -> Html:
-    runs = [result for each in results.curves.values() for result in each]
+    runs = results.runs
     scale = SCALES.get(results.scale)
     pairs: list[tuple[str, object]] = [("Scale", f"{results.scale}: {scale.text}" if scale else results.scale)]
     names = ", ".join(results.data)
