@@ -7,9 +7,10 @@ from statistics import fmean
 
 from .claims import Verdict, judge
 from .errors import LabError
-from .experiment import IMAGES, run_figure
+from .experiment import run_figure
 from .figures import FIGURES, Figure
 from .results import FigureResults, Result, ends, mean_and_error, read_folder
+from .runs import IMAGES
 from .scales import SCALES
 from .view.plot import draw, style
 from .view.report import write_report
@@ -88,7 +89,7 @@ def _check_data(figures: Sequence[Figure], data: Sequence[str]) -> None:
         if name in IMAGES and kinds == {True}:
             raise LabError(f"{names} learns from text, not from {name}: use --data shakespeare or a text file")
         if name not in IMAGES and kinds == {False}:
-            raise LabError(f"{names} learns from images, not from {name}: use --data cifar10 or digits")
+            raise LabError(f"{names} learns from images, not from {name}: use --data {' or '.join(IMAGES)}")
 
 
 def table(results: FigureResults) -> str:

@@ -11,13 +11,12 @@ from .figures import Figure
 from .jobs import Loader, Source, run_all, seconds
 from .progress import Bar
 from .results import FigureResults
-from .runs import Run
+from .runs import IMAGES, Run
 from .scales import Scale, scaled
 from .store import check_writable
 from .train import is_done
 
 Say = Callable[[str], None]
-IMAGES = ("cifar10", "digits")  # any other name of data is a text
 
 
 def run_figure(

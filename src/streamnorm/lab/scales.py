@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from .runs import Run
+from .runs import IMAGES, Run
 
 EVALUATIONS = 4  # per epoch of images
 
@@ -28,7 +28,6 @@ QUICK = Scale(
 )
 PAPER = Scale("paper", "the paper's own numbers", None, None, None, None, None, None, None, None, 3)
 SCALES = {scale.name: scale for scale in (SMOKE, QUICK, PAPER)}
-TRAINING_IMAGES = {"cifar10": 50_000, "digits": 1_437}
 
 
 def scaled(run: Run, scale: Scale, data: str | None = None) -> Run:
@@ -46,7 +45,7 @@ def scaled(run: Run, scale: Scale, data: str | None = None) -> Run:
             train_size=scale.characters,
             test_size=scale.test_characters,
         )
-    images = min(scale.images or 50_000, TRAINING_IMAGES[run.data])
+    images = min(scale.images or IMAGES[run.data], IMAGES[run.data])
     return replace(
         run,
         width=(scale.units if run.net == "A" else scale.width) or run.width,

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..errors import DataError
+from ..runs import IMAGES
 from . import cifar, index
 from .download import cache_folder, fetch, keep
 
@@ -58,10 +59,10 @@ def load_images(name: str, folder: Path | None = None) -> Images:
     CIFAR-10 is read from `folder`: either form its authors publish, as a folder or an archive. Without a folder it is
     looked for in `cache_folder()` and downloaded into it if need be.
     """
+    if name not in IMAGES:
+        raise DataError(f"no images called {name!r}: there are {' and '.join(IMAGES)}")
     if name == "digits":
         return _digits()
-    if name != "cifar10":
-        raise DataError(f"no images called {name!r}: there are cifar10 and digits")
     with _refusals():
         return _cifar10(folder)
 
@@ -121,7 +122,7 @@ def _digits() -> Images:
     images = pixels.repeat_interleave(4, 1).repeat_interleave(4, 2).unsqueeze(1).repeat(1, 3, 1, 1)
     labels = torch.tensor(bunch.target, dtype=torch.int64)
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
-    train, test = order[:1437], order[1437:]
+    train, test = order[: IMAGES["digits"]], order[IMAGES["digits"] :]
     content = bytes(images[order, 0, ::4, ::4].flatten().tolist() + labels[order].tolist())
     fingerprint = hashlib.sha256(content).hexdigest()
     note = "scikit-learn's 8 x 8 digits, enlarged"
