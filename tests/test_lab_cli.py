@@ -20,7 +20,7 @@ from streamnorm.cli import main
 from streamnorm.lab import commands
 from streamnorm.lab.experiment import duration
 from streamnorm.lab.figures import FIGURES
-from streamnorm.lab.jobs import Loader, Source, seconds
+from streamnorm.lab.jobs import Loader, seconds
 from streamnorm.lab.results import read_folder
 from streamnorm.lab.scales import QUICK, SMOKE, scaled
 
@@ -228,7 +228,7 @@ def test_on_a_terminal_there_is_a_progress_bar(tmp_path):
 
 
 def test_the_estimate_grows_with_the_work(text_file):
-    load = Loader(Source())
+    load = Loader()
     run = FIGURES["online"]["streaming 32 x 1"]
     short, long = scaled(run, SMOKE, "digits"), scaled(run, QUICK, "digits")
     assert 0 < seconds(short, load) < seconds(long, load)

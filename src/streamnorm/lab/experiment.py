@@ -8,7 +8,7 @@ import torch
 
 from .data import Images
 from .figures import Figure
-from .jobs import Loader, Source, run_all, seconds
+from .jobs import Loader, run_all, seconds
 from .progress import Bar
 from .results import FigureResults
 from .runs import IMAGES, Run
@@ -36,7 +36,7 @@ def run_figure(
     `data`: other images, or another text, than the figure's own.
     """
     check_writable(out)
-    load = Loader(Source(data_folder))
+    load = Loader(data_folder)
     curves = [(curve.label, scaled(curve.run, scale, _data_for(curve.run, data))) for curve in figure.curves]
     runs = [(label, run.with_seed(seed)) for seed in range(seeds or scale.seeds) for label, run in curves]
     unique = list(dict.fromkeys(run for _, run in runs))  # curves may share a run

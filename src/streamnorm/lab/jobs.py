@@ -10,7 +10,7 @@ import os
 import signal
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Protocol
@@ -33,25 +33,16 @@ class Progress(Protocol):
     def end(self, i: int) -> None: ...
 
 
-@dataclass(frozen=True)
-class Source:
-    """Where data comes from; loaded in each process that needs it."""
-
-    folder: Path | None = None
-
-    def load(self, run: Run) -> Images | Text:
-        return load_text(run.data, self.folder) if run.is_text else load_images(run.data, self.folder)
-
-
 class Loader:
-    """Data by name, loaded once."""
+    """The data of runs, from `folder` if it is given; loaded once in each process that needs it."""
 
-    def __init__(self, source: Source) -> None:
-        self.source, self.loaded = source, {}  # type: Source, dict[str, Images | Text]
+    def __init__(self, folder: Path | None = None) -> None:
+        self.folder = folder
+        self.loaded: dict[str, Images | Text] = {}
 
     def __call__(self, run: Run) -> Images | Text:
         if run.data not in self.loaded:
-            self.loaded[run.data] = self.source.load(run)
+            self.loaded[run.data] = (load_text if run.is_text else load_images)(run.data, self.folder)
         return self.loaded[run.data]
 
 
@@ -75,7 +66,7 @@ def _run_in_processes(
     results: dict[int, Row] = {}
     waiting = list(missing)
     threads = max(torch.get_num_threads() // jobs, 1)
-    workers = [Worker(load.source, root, threads) for _ in range(jobs)]
+    workers = [Worker(load.folder, root, threads) for _ in range(jobs)]
     old = signal.signal(signal.SIGTERM, _interrupt)  # so that the workers are asked to save, as they are by Ctrl-C
     try:
         while len(results) < len(missing):
@@ -109,10 +100,10 @@ def _interrupt(number: int, frame: Any) -> None:
 class Worker:
     """A process that trains the runs it is given, one after the other."""
 
-    def __init__(self, source: Source, root: Path, threads: int) -> None:
+    def __init__(self, folder: Path | None, root: Path, threads: int) -> None:
         context = multiprocessing.get_context("spawn")
         self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_work, args=(theirs, source, root, threads), daemon=True)
+        self.process = context.Process(target=_work, args=(theirs, folder, root, threads), daemon=True)
         # A Ctrl-C reaches all processes of a terminal; workers heed it only while they train, to save.
         old = signal.signal(signal.SIGINT, signal.SIG_IGN)
         self.process.start()
@@ -142,9 +133,9 @@ class Worker:
         self.process.join()
 
 
-def _work(pipe: Connection, source: Source, root: Path, threads: int) -> None:
+def _work(pipe: Connection, folder: Path | None, root: Path, threads: int) -> None:
     torch.set_num_threads(threads)
-    load = Loader(source)
+    load = Loader(folder)
     with contextlib.suppress(EOFError, ConnectionError, KeyboardInterrupt):
         while True:
             run: Run = pipe.recv()
