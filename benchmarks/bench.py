@@ -23,6 +23,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import streamnorm
 from streamnorm import StreamingNorm
+from streamnorm.lab.store import write_text
 
 # Otherwise glibc hands large tensors back to the system after every call, and page faults are what is timed.
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "268435456", "MALLOC_TRIM_THRESHOLD_": "536870912"}
@@ -226,14 +227,6 @@ def report(results):
     return text
 
 
-def write(path, text):
-    """All of it or nothing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
-
-
 def progress(jobs):
     """The jobs, each announced on stderr: a bar at a terminal that has tqdm, otherwise a line."""
     try:
@@ -281,12 +274,12 @@ def main():
     try:
         for case, threads in progress(jobs):
             results["rows"] += measure(case, threads, chosen.rounds)
-            write(chosen.out / "results.json", json.dumps(results, indent=1))
+            write_text(chosen.out / "results.json", json.dumps(results, indent=1))
         results["complete"] = True
     except KeyboardInterrupt:
         print("\ninterrupted: keeping the cases that are done", file=sys.stderr)
-    write(chosen.out / "results.json", json.dumps(results, indent=1))
-    write(chosen.out / "results.md", report(results))
+    write_text(chosen.out / "results.json", json.dumps(results, indent=1))
+    write_text(chosen.out / "results.md", report(results))
     print(report(results))
     draw(results, chosen.out)
     return 0 if results["complete"] else 130

@@ -13,6 +13,7 @@ from torch import nn
 
 import streamnorm
 from streamnorm import StreamingNorm
+from streamnorm.lab.models import NetA
 
 OURS = "streamnorm"
 INPUT, HIDDEN, BATCH, STEPS = 100, 100, 32, 100  # of the recurrent cases
@@ -191,13 +192,11 @@ def net_b():
 
 def net_a():
     x, target = torch.randn(POOL, 1, 3072), torch.randint(10, (POOL, 1))
+    norms = {OURS: StreamingNorm, "nn.LayerNorm": nn.LayerNorm}
 
     def model(norm):
-        sizes = ((3072, 512), (512, 512), (512, 512))
-        layers = [part for a, b in sizes for part in (nn.Linear(a, b, bias=False), norm(b), nn.ReLU())]
-        return nn.Sequential(*layers, nn.Linear(512, 10))
+        return NetA(lambda channels, steps: norm(channels), 512)
 
-    norms = {OURS: StreamingNorm, "nn.LayerNorm": nn.LayerNorm}
     return {name: lambda norm=norm: training_step(model(norm), x, target, 0.0) for name, norm in norms.items()}
 
 
