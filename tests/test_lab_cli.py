@@ -16,6 +16,7 @@ import pytest
 from lab_results import results
 from processes import is_alive, wait_for, workers_of
 
+import streamnorm
 from streamnorm.cli import main
 from streamnorm.lab import commands
 from streamnorm.lab.experiment import duration
@@ -76,6 +77,15 @@ def test_the_report(all_figures, capsys):
         assert figure.title in page
     assert page.count("<img") == len(FIGURES)
     assert str(all_figures / "report.html") in capsys.readouterr().out
+
+
+INSTALLED = Path(sys.executable).parent / "streamnorm"
+
+
+@pytest.mark.skipif(not INSTALLED.exists(), reason="runs from its sources here")
+def test_the_installed_command_tells_its_version():
+    done = subprocess.run([INSTALLED, "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == f"streamnorm {streamnorm.__version__}\n"
 
 
 def test_list(capsys):
@@ -196,6 +206,22 @@ def test_a_killed_worker_is_named_and_its_run_gone_on_with(all_figures, tmp_path
     assert process.returncode == 2, errors
     assert "a worker ended with exit code -9: run the same command again to go on" in errors
     assert "Traceback" not in errors
+    assert not any(map(is_alive, workers))
+    assert main([*ONLINE[:-2], "--out", str(tmp_path)]) == 0
+    same_curves(tmp_path, all_figures)
+
+
+def test_sigterm_to_the_parent_is_heeded_like_ctrl_c(all_figures, tmp_path):
+    """As a system that shuts down sends it, to one process: its workers end too, each after saving its run."""
+    process = start(*MORE, "--out", tmp_path)
+    wait_for(lambda: len(list(tmp_path.glob("runs/*"))) > 1, process)
+    workers = workers_of(process.pid)
+    process.terminate()
+    _, errors = process.communicate(timeout=300)
+    assert process.returncode == 130, errors
+    assert "the same command goes on from here" in errors
+    assert "Traceback" not in errors
+    assert len(workers) == 2
     assert not any(map(is_alive, workers))
     assert main([*ONLINE[:-2], "--out", str(tmp_path)]) == 0
     same_curves(tmp_path, all_figures)

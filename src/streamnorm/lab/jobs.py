@@ -66,9 +66,11 @@ def _run_in_processes(
     results: dict[int, Row] = {}
     waiting = list(missing)
     threads = max(torch.get_num_threads() // jobs, 1)
-    workers = [Worker(load.folder, root, threads) for _ in range(jobs)]
+    workers: list[Worker] = []
     old = signal.signal(signal.SIGTERM, _interrupt)  # so that the workers are asked to save, as they are by Ctrl-C
     try:
+        for _ in range(jobs):
+            workers.append(Worker(load.folder, root, threads))
         while len(results) < len(missing):
             for worker in workers:
                 if worker.run is None and waiting:
