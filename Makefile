@@ -10,7 +10,7 @@ demo: $(VENV)/.ready  ## normalizations side by side on the digits data, about a
 	$(RUN) examples/digits.py
 
 test: lint  ## lint, types, all tests
-	$(RUN) -m pytest
+	$(RUN) -m pytest -n 2 --dist loadfile
 
 lint: $(VENV)/.ready
 	$(RUN) -m ruff check .

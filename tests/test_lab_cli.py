@@ -155,15 +155,12 @@ def test_a_missing_extra_is_named_before_the_work(package, arguments, works, tmp
 
 def start(*arguments, **options):
     """The command in a process of its own, which Ctrl-C reaches: started in the background, it would be ignored."""
-    return subprocess.Popen(
-        [*COMMAND, *map(str, arguments)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=ONE_THREAD,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-        **options,
-    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    old = signal.signal(signal.SIGINT, signal.default_int_handler)  # what is ignored here is ignored there
+    try:
+        return subprocess.Popen([*COMMAND, *map(str, arguments)], env=ONE_THREAD, **pipes, **options)
+    finally:
+        signal.signal(signal.SIGINT, old)
 
 
 ONLINE = ["run", "online", "--preset", "smoke", "--data", "digits", "--jobs", "2"]
@@ -228,12 +225,11 @@ def test_sigterm_to_the_parent_is_heeded_like_ctrl_c(all_figures, tmp_path):
 
 
 def test_on_a_terminal_there_is_a_progress_bar(tmp_path):
-    pid, terminal = pty.fork()
-    if pid == 0:
-        os.chdir(tmp_path)
-        os.environ.update(OMP_NUM_THREADS="1")
-        fcntl.ioctl(0, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 150, 0, 0))  # rows, columns
-        os.execv(sys.executable, [*COMMAND, "run", "rnn", "--preset", "smoke", "--data", str(ROOT / "README.md")])
+    terminal, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 150, 0, 0))  # rows, columns
+    command = [*COMMAND, "run", "rnn", "--preset", "smoke", "--data", ROOT / "README.md"]
+    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, cwd=tmp_path, env=ONE_THREAD)
+    os.close(theirs)
     shown = b""
     while True:
         try:
@@ -243,10 +239,9 @@ def test_on_a_terminal_there_is_a_progress_bar(tmp_path):
         if not part:
             break
         shown += part
-    _, status = os.waitpid(pid, 0)
     os.close(terminal)
     text = shown.decode()
-    assert os.waitstatus_to_exitcode(status) == 0, text
+    assert process.wait(timeout=300) == 0, text
     assert "3 runs to train, 0 done before" in text
     assert re.search(r"about \d+ (s|min|h) in 1 process", text)
     assert text.index("about ") < text.index("runs   0%")
