@@ -66,6 +66,12 @@ def full():
     return report(found, [claim for each in found for claim in judge(each)])
 
 
+@pytest.fixture
+def undrawn(monkeypatch):
+    """Pages without figures, for what does not depend on them: drawing takes most of the time."""
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+
+
 def test_it_needs_nothing_but_itself(full):
     page = Page(full)
     addresses = [element[name] for _, element in page.elements for name in ("src", "href", "srcset") if name in element]
@@ -107,6 +113,7 @@ def test_it_says_what_was_found(full):
     assert re.search(r"\d+\.\d\d ± \d\.\d\d", text)
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_outcomes_are_counted_and_have_a_word_and_a_sign():
     kinds = ["reproduced", "reproduced", "not reproduced", "not enough evidence"]
     claims = [verdict(outcome=kind, name=str(i)) for i, kind in enumerate(kinds)]
@@ -115,6 +122,7 @@ def test_outcomes_are_counted_and_have_a_word_and_a_sign():
     assert all(words in text for words in ("✓ reproduced", "✗ not reproduced", "? not enough evidence"))
 
 
+@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize(
     ("fields", "shown"),
     [
@@ -160,6 +168,7 @@ def test_only_markup_is_not_escaped():
     assert tag("a", "x < y", href='"', aria_label="&") == '<a href="&quot;" aria-label="&amp;">x &lt; y</a>'
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_results_of_one_figure_have_sections_of_their_own():
     found = [results("online", scale=scale) for scale in ("smoke", "quick", "smoke.", "smoke ")]
     ids = [section["aria-labelledby"] for section in Page(report(found, [])).all("section")]
@@ -179,8 +188,8 @@ def test_curves_without_runs_and_runs_without_rows():
     assert "no results" in Page(report([found, replace(found, scale="other", curves={})], [])).text
 
 
-def test_without_matplotlib_the_numbers_are_there(monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
+@pytest.mark.usefixtures("undrawn")
+def test_without_matplotlib_the_numbers_are_there():
     page = Page(report([results("online")], []))
     assert not page.all("img")
     assert 'pip install "streamnorm[lab]"' in page.text

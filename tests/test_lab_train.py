@@ -292,30 +292,28 @@ def end(process):
     return process.returncode, errors
 
 
-def ending(out):
+def ending(run, data, out):
+    """How the run ends, trained or gone on with in this process; with one thread, as in the others."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    train(run, data, out)
+    torch.set_num_threads(threads)
     (path,) = out.glob("*/result.json")
     result = json.loads(path.read_text())
     return result["curves"], result["updates"]
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory, digits, text, text_file):
+def uninterrupted(tmp_path_factory, digits, text):
     """How the runs end that nobody interrupts."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    found = {}
-    for source, run, data in (("digits", LONG_IMAGES, digits), (text_file, LONG_TEXT, text)):
-        out = tmp_path_factory.mktemp("whole")
-        train(run, data, out)
-        found[source] = ending(out)
-    torch.set_num_threads(threads)
-    return found
+    runs = (LONG_IMAGES, digits), (LONG_TEXT, text)
+    return {run: ending(run, data, tmp_path_factory.mktemp("whole")) for run, data in runs}
 
 
 @pytest.mark.parametrize("kind", ["images", "text"])
-def test_killed_at_any_moment_it_goes_on_exactly(kind, text_file, uninterrupted, tmp_path):
+def test_killed_at_any_moment_it_goes_on_exactly(kind, digits, text, text_file, uninterrupted, tmp_path):
     """A process that is killed twice, a little later each time, ends with the numbers of one that is not."""
-    source = "digits" if kind == "images" else text_file
+    source, run, data = ("digits", LONG_IMAGES, digits) if kind == "images" else (text_file, LONG_TEXT, text)
     for delay in (0.01, 0.1):
         process = start(source, tmp_path)
         last = [path.stat().st_mtime_ns for path in tmp_path.glob("*/checkpoint.pt")]
@@ -328,24 +326,22 @@ def test_killed_at_any_moment_it_goes_on_exactly(kind, text_file, uninterrupted,
         assert end(process)[0] == -signal.SIGKILL, "it ended before it could be killed"
     (checkpoint,) = tmp_path.glob("*/checkpoint.pt")
     assert torch.load(checkpoint, weights_only=True)["done"] > 1
-    assert end(start(source, tmp_path)) == (0, "")
-    assert ending(tmp_path) == uninterrupted[source]
+    assert ending(run, data, tmp_path) == uninterrupted[run]
     assert not checkpoint.exists()
     assert not list(tmp_path.glob("*/.*.part"))
 
 
-def test_ctrl_c_saves_at_a_whole_update(uninterrupted, tmp_path):
+def test_ctrl_c_saves_at_a_whole_update(digits, uninterrupted, tmp_path):
     process = start("digits", tmp_path, every=1e9)  # no other checkpoint than that of the interrupt
     wait_for(lambda: any(path.stat().st_size for path in tmp_path.glob("*/metrics.jsonl")), process)
     process.send_signal(signal.SIGINT)
     assert "KeyboardInterrupt" in end(process)[1]
     (checkpoint,) = tmp_path.glob("*/checkpoint.pt")
     assert 0 < torch.load(checkpoint, weights_only=True)["done"] < 160
-    assert end(start("digits", tmp_path, every=1e9)) == (0, "")
-    assert ending(tmp_path) == uninterrupted["digits"]
+    assert ending(LONG_IMAGES, digits, tmp_path) == uninterrupted[LONG_IMAGES]
 
 
-def test_a_disk_without_room_leaves_the_last_checkpoint(uninterrupted, tmp_path):
+def test_a_disk_without_room_leaves_the_last_checkpoint(digits, uninterrupted, tmp_path):
     """The system refuses larger files, as a full disk does; the checkpoint before is whole, and the run goes on."""
     process = start("digits", tmp_path)
     wait_for(lambda: list(tmp_path.glob("*/checkpoint.pt")), process)
@@ -357,8 +353,7 @@ def test_a_disk_without_room_leaves_the_last_checkpoint(uninterrupted, tmp_path)
     (folder,) = tmp_path.iterdir()
     assert not list(folder.glob(".*.part"))
     assert torch.load(folder / "checkpoint.pt", weights_only=True)["done"] > 0
-    assert end(start("digits", tmp_path)) == (0, "")
-    assert ending(tmp_path) == uninterrupted["digits"]
+    assert ending(LONG_IMAGES, digits, tmp_path) == uninterrupted[LONG_IMAGES]
 
 
 def test_a_damaged_checkpoint_is_named(digits, tmp_path):
@@ -403,10 +398,11 @@ def test_a_short_text_is_validated_in_fewer_streams(text_file):
     assert task.valid.shape == (9, 1)
 
 
-def test_two_processes_do_not_train_one_run(tmp_path):
+def test_two_processes_do_not_train_one_run(digits, tmp_path):
     first = start("digits", tmp_path)
     wait_for(lambda: list(tmp_path.glob("*/checkpoint.pt")), first)
     first.send_signal(signal.SIGSTOP)
-    assert "is being trained by another process" in end(start("digits", tmp_path))[1]
+    with pytest.raises(StoreError, match="is being trained by another process"):
+        train(LONG_IMAGES, digits, tmp_path)
     first.send_signal(signal.SIGCONT)
     assert end(first) == (0, "")
