@@ -103,6 +103,21 @@ def ddp(rank):
     return {"states": states, "own windows": own_windows, "output": output}
 
 
+def sharded(rank):
+    """The optimizer's state is sharded: each process steps a part of the parameters."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # warns of itself where it is imported
+
+    net = Net()
+    model = DDP(net)
+    optimizer = ZeroRedundancyOptimizer(net.parameters(), torch.optim.SGD, lr=0.1)
+    streamnorm.attach(optimizer, net)
+    for step in range(3):
+        optimizer.zero_grad()
+        learn(model, rank, 2, step)
+        optimizer.step()
+    return snapshot(net)
+
+
 def by_hand(net, optimizer, rank, sizes):
     """Data parallel without DDP, so that a process may have no batch."""
     states = []
@@ -261,7 +276,7 @@ def groups(rank):
     return found | {"state": snapshot(norm), "local": snapshot(local)}
 
 
-CASES = [laws, ddp, no_batch, one_message, join, join_alone, fsdp, resumed, loaded_by_one, skipped, groups]
+CASES = [laws, ddp, sharded, no_batch, one_message, join, join_alone, fsdp, resumed, loaded_by_one, skipped, groups]
 
 if __name__ == "__main__":
     torch.set_num_threads(1)

@@ -76,6 +76,13 @@ def test_ddp_ranks_agree_bit_for_bit(ranks):
     assert not torch.equal(found[0]["states"][0]["norm.stats_short"], found[0]["states"][1]["norm.stats_short"])
 
 
+def test_a_sharded_optimizer(ranks):
+    one, two = ranks("sharded")
+    assert_same(one, two)
+    assert one["norm.stats_count"] == 2
+    assert not one["norm.stats_empty"]
+
+
 def test_a_rank_without_a_batch(ranks):
     states = ranks("no_batch")
     for one, two in zip(*states, strict=True):

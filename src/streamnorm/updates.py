@@ -3,6 +3,7 @@
 A `Listener` learns that the weights changed; what it does about it is its own affair.
 """
 
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -106,8 +107,20 @@ _attached: WeakKeyDictionary[Optimizer, list[list[Listener]]] = WeakKeyDictionar
 
 def after_step(optimizer: Optimizer, args: Any = (), kwargs: Any = None) -> None:
     """What every step of an optimizer of torch is followed by: the layers that it updates hear of it."""
-    if _listeners:
+    if _listeners and not _within_sharded_step():
         _tell(listeners_of(optimizer), _found_inf(optimizer))
+
+
+def _within_sharded_step() -> bool:
+    """Whether this is a step that a ZeroRedundancyOptimizer lets an inner one make, on the parameters of one process.
+
+    The processes would merge different layers; all of them hear of the outer step.
+    """
+    sharding = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    frame = sys._getframe() if sharding else None
+    while frame is not None and frame.f_code.co_filename != sharding.__file__:  # type: ignore[union-attr]
+        frame = frame.f_back
+    return frame is not None
 
 
 def listeners_of(optimizer: Optimizer) -> list[Listener]:
