@@ -20,6 +20,7 @@ class Norm(nn.Module):
     """Base of the public norms, never used by itself."""
 
     _paused = 0  # depth of `paused` contexts
+    _dims: frozenset[int] = frozenset()  # see `remember`
 
     def __init__(
         self,
@@ -101,7 +102,14 @@ class Norm(nn.Module):
                     f'center="mean" leaves nothing: use StreamingNorm with center="running", or {more}'
                 )
         self._check_space(x)
+        if not torch.compiler.is_compiling():
+            self.remember(x.ndim if mask is None else 0)
         return x, mask
+
+    def remember(self, dims: int) -> None:
+        """Note how many dimensions inputs have (0: there was a mask), which decides what can stand for the layer."""
+        if dims not in self._dims:  # attributes of modules are slow to set
+            self._dims |= {dims}
 
     def leave(self, y: Tensor) -> Tensor:
         """Undo the change of layout of `enter`."""
@@ -177,8 +185,9 @@ def new_affine(num_features: int, device: Device, dtype: torch.dtype | None) -> 
 
 
 def reset_affine(weight: Tensor | None, bias: Tensor | None) -> None:
-    if weight is not None and bias is not None:
+    if weight is not None:
         nn.init.ones_(weight)
+    if bias is not None:
         nn.init.zeros_(bias)
 
 
@@ -208,10 +217,12 @@ def is_batchnorm(state_dict: Any, prefix: str) -> bool:
 
 def batchnorm_statistics(state_dict: Any, prefix: str, eps: float) -> tuple[Tensor, Tensor] | None:
     """Mean and sigma from the state_dict of an `nn.BatchNorm`; None if it never saw data."""
+    mean, variance = state_dict[prefix + "running_mean"], state_dict[prefix + "running_var"]
     tracked = state_dict.get(prefix + "num_batches_tracked")
-    if tracked is not None and int(tracked) == 0:
+    # The counter alone says little: it stays 0 in an InstanceNorm, and where an old checkpoint had none.
+    if tracked is not None and int(tracked) == 0 and not mean.any() and bool((variance == 1).all()):
         return None
-    return state_dict[prefix + "running_mean"], (state_dict[prefix + "running_var"] + eps).sqrt()
+    return mean, (variance + eps).sqrt()
 
 
 BATCHNORM_KEYS = ("running_mean", "running_var", "num_batches_tracked")
