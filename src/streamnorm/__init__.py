@@ -2,7 +2,10 @@
 
 from ._version import __version__
 from .cells import GRUCell, LSTMCell, RNNCell
+from .convert import convert
 from .convolutional import ConvGRU, ConvRNN
+from .deploy import to_batchnorm
+from .folding import fuse
 from .joining import StreamJoin
 from .layers import Affine, GeneralBatchNorm, SampleNorm, TimeSpecificNorm
 from .normref import NormRef
@@ -31,5 +34,8 @@ __all__ = [
     "TimeSpecificNorm",
     "__version__",
     "attach",
+    "convert",
+    "fuse",
     "paused",
+    "to_batchnorm",
 ]

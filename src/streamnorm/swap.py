@@ -1,0 +1,142 @@
+"""Surgery on a model: where its modules are, and one module in the place of another."""
+
+import copy
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+Report = Callable[[str], object] | None
+
+# By the names of classes, so that nothing has to be imported to look for them.
+REFUSED = {
+    "DataParallel": "pass model.module, and wrap the result",
+    "DistributedDataParallel": "pass model.module, and wrap the result",
+    "FullyShardedDataParallel": "do it before sharding",
+    "FSDPModule": "do it before sharding",
+    "ScriptModule": "do it before torch.jit",
+}
+HOOKS = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+
+
+class Place(NamedTuple):
+    """Where a module stands; the model itself has no parent."""
+
+    parent: nn.Module | None
+    key: str
+    name: str  # from the root, dotted
+
+
+Places = dict[nn.Module, list[Place]]
+
+
+def opened(model: nn.Module, caller: str, inplace: bool) -> nn.Module:
+    """The module to work on: checked, without the wrapper of torch.compile, and a copy unless `inplace`."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{caller}: model is {type(model).__name__}: pass an nn.Module")
+    for name, module in model.named_modules():
+        for kind in {base.__name__ for base in type(module).__mro__} & set(REFUSED):
+            which = f"its {name}" if name else "it"
+            raise ValueError(f"{caller}: cannot change this model, {which} is a {kind}: {REFUSED[kind]}")
+    model = getattr(model, "_orig_mod", model)
+    return model if inplace else copy.deepcopy(model)
+
+
+def returned(model: nn.Module, root: nn.Module, changed: nn.Module, inplace: bool) -> nn.Module:
+    """What the caller gets: the same object, wrapper included, if it was changed in place and not replaced itself."""
+    return model if inplace and changed is root else changed
+
+
+def find_places(model: nn.Module) -> Places:
+    """Every module of the model, once, and all the places in which it stands."""
+    found: Places = {module: [] for module in model.modules()}
+    found[model].append(Place(None, "", ""))
+    for name, parent in model.named_modules():
+        for key, child in parent._modules.items():
+            if child is not None:
+                found[child].append(Place(parent, key, f"{name}.{key}" if name else key))
+    return found
+
+
+def names_of(places: list[Place]) -> str:
+    return ", ".join(place.name or "(model)" for place in places)
+
+
+def title(norm: nn.Module) -> str:
+    shape = getattr(norm, "normalized_shape", None)
+    inside = ", ".join(map(str, shape)) if shape else getattr(norm, "num_features", getattr(norm, "num_channels", ""))
+    return f"{type(norm).__name__}({inside})"
+
+
+def say(report: Report, lines: list[str], model: nn.Module) -> None:
+    for line in lines or [f"{type(model).__name__} has no norm to replace"]:
+        if report is not None:
+            report(line)
+
+
+def is_compiled(places: list[Place]) -> bool:
+    """Whether a module was compiled by itself: the compiled code would not notice that it is replaced."""
+    return any(type(place.parent).__name__ == "OptimizedModule" for place in places)
+
+
+def swap(model: nn.Module, places: Places, replacements: Mapping[nn.Module, nn.Module]) -> nn.Module:
+    """Put the replacements, which take over mode and hooks, into all places; returns the model."""
+    for old, new in replacements.items():
+        new.train(old.training)
+        _move_hooks(old, new)
+        for place in places[old]:
+            if place.parent is not None:
+                place.parent._modules[place.key] = new
+    for module in places:
+        _leave_fast_path(module, set(replacements.values()))
+    return replacements.get(model, model)
+
+
+def _move_hooks(old: nn.Module, new: nn.Module) -> None:
+    # The dictionaries themselves: the handles that were given out hold on to them.
+    for name in HOOKS:
+        hooks = getattr(old, name)
+        hooks.update(getattr(new, name))
+        setattr(new, name, hooks)
+        for hook in hooks.values():
+            if getattr(hook, "with_module", False):  # torch's wrapper of hooks that are told their module
+                hook.module = weakref.ref(new)
+    if old._is_full_backward_hook is not None:
+        new._is_full_backward_hook = old._is_full_backward_hook
+
+
+def _leave_fast_path(module: nn.Module, replaced: set[nn.Module]) -> None:
+    # In evaluation torch's encoder computes layer norms by itself, from the gain and bias of what it takes for
+    # nn.LayerNorm. These attributes are read for nothing but the decision to do so.
+    if isinstance(module, nn.TransformerEncoderLayer) and not replaced.isdisjoint(module.children()):
+        module.activation_relu_or_gelu = 0
+    if isinstance(module, nn.TransformerEncoder) and not replaced.isdisjoint(module.modules()):
+        module.use_nested_tensor = False
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """The model in evaluation mode and without gradients; its modes are as before afterwards."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
