@@ -84,9 +84,9 @@ def test_small_and_large_eps(eps):
     norm = StreamingNorm(4, eps=eps, warmup=0, center="mean")
     norm(x)
     same(to_batchnorm(norm), norm, x)
-    old = nn.BatchNorm1d(4, eps=1e-7)
+    old = nn.BatchNorm1d(4, eps=1e-3, momentum=1.0)
     old(x)
-    new = to_batchnorm(convert(old, eps=1e-2))
+    new = to_batchnorm(convert(old, eps=0.1))
     assert bool((new.running_var >= 0).all())
     same(new, old, x)
 
