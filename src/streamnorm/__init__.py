@@ -8,6 +8,7 @@ from .deploy import to_batchnorm
 from .folding import fuse
 from .joining import StreamJoin
 from .layers import Affine, GeneralBatchNorm, SampleNorm, TimeSpecificNorm
+from .monitoring import Health, LayerHealth, monitor
 from .normref import NormRef
 from .optim import DecoupledUpdate, Manhattan
 from .recurrent import GRU, LSTM, RNN
@@ -24,7 +25,9 @@ __all__ = [
     "DecoupledUpdate",
     "GRUCell",
     "GeneralBatchNorm",
+    "Health",
     "LSTMCell",
+    "LayerHealth",
     "Manhattan",
     "NormRef",
     "RNNCell",
@@ -36,6 +39,7 @@ __all__ = [
     "attach",
     "convert",
     "fuse",
+    "monitor",
     "paused",
     "to_batchnorm",
 ]

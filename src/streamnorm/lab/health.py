@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .. import StreamingNorm
+from .. import monitor
 
 
 class GradientNorm:
@@ -31,12 +31,7 @@ def health(model: nn.Module, gradient: float) -> dict[str, float]:
     if sigmas:
         found["sigma_min"] = min(float(sigma.min()) for sigma in sigmas)
         found["sigma_max"] = max(float(sigma.max()) for sigma in sigmas)
-    drifts = [_drift(m) for m in model.modules() if isinstance(m, StreamingNorm)]
-    if drifts:
-        found["drift"] = max(drifts)
+    layers = monitor(model)
+    if layers:
+        found["drift"] = max(layer.drift_sigma for layer in layers.values())
     return found
-
-
-def _drift(layer: StreamingNorm) -> float:
-    stats = layer.stats
-    return 0.0 if stats.empty else float((stats.short[1] / stats.long[1] - 1).abs().max())

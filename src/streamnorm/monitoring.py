@@ -1,0 +1,210 @@
+"""How the streaming layers of a model are doing, read from their state and without a trace in it."""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from os import PathLike
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from . import stream
+from .streaming import StreamingNorm
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+GROWN = 10  # times its own past
+OUTGROWN = 100  # times the others of its layer
+
+
+class Writer(Protocol):
+    """The part of torch.utils.tensorboard.SummaryWriter that is needed here."""
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> Any: ...
+
+
+@dataclass(frozen=True)
+class LayerHealth:
+    """The health of one layer. `short` is its present window, `long` the windows before it; after an `optimizer.step()`
+    the present window is the one that this step completed. A channel is one statistic of the layer's reference.
+
+    channels: how many statistics the layer keeps; 0 while it is not bound to a spatial size.
+    drift_mean: |short - long| of the mean in units of the long-term sigma, the worst over channels.
+    drift_sigma: |short / long - 1| of sigma, the worst over channels.
+    gradient_ratio: length of the streamed gradient over that of the true one, the average of the present window.
+    gradient_cosine: of the angle between these two; 1: the same direction, 0: nothing in common.
+    dead: channels whose own spread is at most sqrt(eps), so that half of sigma^p or more is what eps adds.
+    exploding: channels whose sigma in the window is not finite, or over 10 times its long-term value, or over 100
+        times the median of the channels of the layer that are not dead.
+    sigma_min, sigma_median, sigma_max: of the sigma that the layer divides by now.
+    warm: share of the warm start that is over; 1 for a streaming norm without any of the layer norm that it began as.
+    calls: training calls of the present window that were counted; batches that are not finite are not.
+    heard: whether the layer has ever heard of a weight update.
+
+    Drifts are 0 before the first update; gradients are NaN where there was none, or where it was zero.
+    """
+
+    channels: int
+    drift_mean: float
+    drift_sigma: float
+    gradient_ratio: float
+    gradient_cosine: float
+    dead: int
+    exploding: int
+    sigma_min: float
+    sigma_median: float
+    sigma_max: float
+    warm: float
+    calls: int
+    heard: bool
+
+    @property
+    def notes(self) -> list[str]:
+        """What a person should look at, in words."""
+        never = not self.heard
+        said = {
+            "never called": never and not self.calls,
+            f"warming up ({self.warm:.0%})": 0 < self.warm < 1,
+            f"{self.dead} of {self.channels} dead": self.dead,
+            f"{self.exploding} of {self.channels} exploding": self.exploding,
+            "no update heard of yet": never and self.calls,
+            "no finite call since the update": self.heard and not self.calls,
+        }
+        return [words for words, applies in said.items() if applies]
+
+
+class Health(Mapping[str, LayerHealth]):
+    """The health of every streaming layer of a model by its name, in the order of the model; printed, a table."""
+
+    def __init__(self, layers: dict[str, LayerHealth], details: dict[str, Tensor]) -> None:
+        self._layers = layers
+        self._details = details  # (5, channels), see _channels_of
+
+    def __getitem__(self, name: str) -> LayerHealth:
+        return self._layers[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._layers)
+
+    def __len__(self) -> int:
+        return len(self._layers)
+
+    def __repr__(self) -> str:
+        header = ["layer", "channels", "drift mean", "drift sigma", "streamed/true", "cosine", "sigma", "notes"]
+        lines = [header, *([name or "(itself)", *_cells(layer)] for name, layer in self.items())]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        rows = ["  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines]
+        return "\n".join(rows) if self else "no streaming layer in this model"
+
+    def scalars(self, tag: str = "streamnorm") -> dict[str, float]:
+        """Every finite number that can change under `tag/quantity/layer`, for any logger."""
+        return {
+            f"{tag}/{quantity}/{name or 'norm'}": float(value)
+            for name, layer in self.items()
+            for quantity, value in asdict(layer).items()
+            if quantity != "channels" and math.isfinite(value)
+        }
+
+    def log(self, writer: Writer, step: int, tag: str = "streamnorm") -> None:
+        """Write `scalars` with `writer.add_scalar(name, value, step)`, as TensorBoard's SummaryWriter has it."""
+        for name, value in self.scalars(tag).items():
+            writer.add_scalar(name, value, step)
+
+    def plot(self, path: str | PathLike[str] | None = None) -> "Figure":
+        """Draw sigma and drift of every channel and the gradient of every layer; written to `path` if given.
+
+        Needs matplotlib: `pip install "streamnorm[lab]"`.
+        """
+        from .drawing import Row, draw
+
+        rows = []
+        for name, layer in self.items():
+            sigma, drift_mean, drift_sigma, dead, exploding = self._details[name].tolist()
+            ill = [bool(a or b) for a, b in zip(dead, exploding, strict=True)]
+            gradient, notes = (layer.gradient_ratio, layer.gradient_cosine), ", ".join(layer.notes)
+            rows.append(Row(name or "(itself)", sigma, ill, drift_mean, drift_sigma, gradient, notes))
+        return draw(rows, path)
+
+
+def monitor(model: nn.Module) -> Health:
+    """The health of every streaming layer in `model`; see `LayerHealth` for what is in it.
+
+    Changes nothing: training goes on bit for bit as without it. A module that is used in several places is there once,
+    under its first name; a model without streaming layers has an empty report. Best called after `optimizer.step()`,
+    when the present window is whole.
+
+    >>> health = monitor(nn.Sequential(nn.Linear(4, 8), StreamingNorm(8)))
+    >>> health["1"].dead, health["1"].notes
+    (0, ['never called'])
+    """
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, StreamingNorm)}
+    if not layers:
+        return Health({}, {})
+    with torch.no_grad():
+        details = {name: _channels_of(layer) for name, layer in layers.items()}
+        numbers = [_numbers_of(layer, details[name]) for name, layer in layers.items()]
+        table = torch.stack([row.to(numbers[0].device) for row in numbers]).tolist()  # the only wait for a device
+    found = {name: _health_of(layer, row) for (name, layer), row in zip(layers.items(), table, strict=True)}
+    return Health(found, details)
+
+
+def _channels_of(layer: StreamingNorm) -> Tensor:
+    """Of each channel: sigma in use, drift of the mean, drift of sigma, whether it is dead, whether it explodes."""
+    stats, sigma = layer.state.stats, layer.state.sigma
+    (mean, window), (long_mean, long) = stats.short, torch.where(stats.empty, stats.short, stats.long)
+    # Where nothing ever moved (eps = 0, or no call yet) there is no unit to measure in, and no drift: 0 / 0 is 0.
+    drift_mean = ((mean - long_mean).abs() / long).nan_to_num(0.0, math.inf)
+    growth = (window / long - 1).nan_to_num(0.0, math.inf)
+    dead = sigma <= 2 ** (1 / layer.p) * layer.eps**0.5
+    typical = torch.where(dead, math.nan, sigma).nanmedian() if sigma.numel() else sigma
+    exploding = (growth > GROWN - 1) | (window > OUTGROWN * typical) | ~window.isfinite()
+    return torch.stack([sigma, drift_mean, growth.abs(), dead, exploding]).flatten(1)
+
+
+def _numbers_of(layer: StreamingNorm, channels: Tensor) -> Tensor:
+    """The numbers of a `LayerHealth` that have to be fetched from the device, in its order; sums are whole numbers."""
+    state, stats, (sigma, *drifts, dead, exploding) = layer.state, layer.state.stats, channels
+    w = (state.seen / layer.warmup).clamp(max=1) if layer.warmup else torch.ones_like(state.seen)
+    about = [w, stats.count, ~stats.empty | stats.pending]
+    if not channels.numel():
+        none, nothing = torch.zeros_like(w), torch.full_like(w, math.nan)
+        return torch.stack([none, none, nothing, nothing, none, none, nothing, nothing, nothing, *about])
+    true, streamed = state.grads.short, w * _streamed(layer)
+    size, size_streamed = true.norm(), streamed.norm()
+    gradient = [size_streamed / size, (true * streamed).sum() / (size * size_streamed)]
+    worst = [drift.max() for drift in drifts]
+    spread = [sigma.min(), sigma.median(), sigma.max()]
+    return torch.stack([*worst, *gradient, dead.sum(), exploding.sum(), *spread, *about])
+
+
+def _streamed(layer: StreamingNorm) -> Tensor:
+    """g_hat of a call whose own gradient is the average of the window; exact with one batch per update."""
+    long, short, present = layer.beta
+    return stream.blend(layer.state.grads, long, short + present)
+
+
+def _health_of(layer: StreamingNorm, row: list[float]) -> LayerHealth:
+    drift_mean, drift_sigma, ratio, cosine, dead, exploding, low, median, high, warm, calls, folded = row
+    return LayerHealth(
+        channels=layer.state.mean.numel(),
+        drift_mean=drift_mean,
+        drift_sigma=drift_sigma,
+        gradient_ratio=ratio,
+        gradient_cosine=cosine,
+        dead=int(dead),
+        exploding=int(exploding),
+        sigma_min=low,
+        sigma_median=median,
+        sigma_max=high,
+        warm=warm,
+        calls=int(calls),
+        heard=bool(folded) or layer._heard,
+    )
+
+
+def _cells(layer: LayerHealth) -> list[str]:
+    drifts = [layer.drift_mean, layer.drift_sigma, layer.gradient_ratio, layer.gradient_cosine]
+    sigma = f"{layer.sigma_min:.2g} - {layer.sigma_median:.2g} - {layer.sigma_max:.2g}"
+    return [str(layer.channels), *(f"{value:.3g}" for value in drifts), sigma, ", ".join(layer.notes)]
