@@ -22,6 +22,7 @@ POOL = 64  # samples to cycle through at batch size 1, where one sample alone wo
 GROUPS = partial(nn.GroupNorm, 8)
 COPY = "copy + triad"
 EMPTY = "an empty Function"
+STEP = "a training step"
 CODES = ("BA1", "BA2", "BA3", "BA4", "BA5", "BA6", "SP1", "SP2", "SP3", "SP4", "SP5")
 
 
@@ -263,6 +264,29 @@ def lab_loop(run):
     return {OURS: lambda: Run(*loop.loop(run)), loop.BARE: lambda: Run(*loop.bare(run))}
 
 
+def net_b_step():
+    x, target = torch.randn(1, 32, 3, 32, 32), torch.randint(10, (1, 32))
+    return training_step(NetB(StreamingNorm), x, target, 0.9)
+
+
+def watched_step():
+    """A training step and a look at the health of its layers."""
+    run = net_b_step()
+
+    def call():
+        run.call()
+        streamnorm.monitor(run.module)
+
+    return Run(call, run.module)
+
+
+def look():
+    """The look alone, at a network that has been trained a little."""
+    run = net_b_step()
+    run.call()
+    return Run(lambda: streamnorm.monitor(run.module), run.module)
+
+
 def growth_of_layers(shapes):
     return {
         size: lambda shape=shape: forward_backward(StreamingNorm(shape[1]), *tensors(shape))
@@ -307,5 +331,7 @@ CASES = [
     ),
     Case("lab/net_b-batch32", partial(lab_loop, loop.NET_B), {loop.BARE: 1.05}),
     Case("lab/net_a-batch1", partial(lab_loop, loop.NET_A), {loop.BARE: 1.25}),
+    Case("monitor/net_b-batch32", lambda: {OURS: watched_step, STEP: net_b_step}, {STEP: 1.02}),
+    Case("monitor/alone", lambda: {OURS: look, STEP: net_b_step}, {STEP: 0.02}),
     *growth_cases(),
 ]

@@ -54,6 +54,52 @@ def test_resuming_gives_the_same_bits(code, stop):
         assert torch.equal(second.state_dict()[key], value), key
 
 
+@pytest.mark.parametrize("code", ["BA1", "BA4", "SP1"])
+def test_no_two_tensors_of_a_state_dict_share_memory(code):
+    """Formats that store each tensor once, such as safetensors, refuse those that do."""
+
+    def assert_apart(model):
+        addresses = [t.untyped_storage().data_ptr() for t in model.state_dict().values() if t.numel()]
+        assert len(set(addresses)) == len(addresses)
+
+    model = network(code)
+    assert_apart(model)
+    train(model, torch.optim.SGD(model.parameters(), lr=0.05), torch.randn(4, 4, 3, 6))
+    read = model[1].mean, model[1].stats, model.state_dict()
+    assert_apart(model)
+    model(torch.randn(4, 3, 6))
+    assert_apart(model.double())
+    other = network(code)
+    other.load_state_dict(read[-1], assign=True)
+    assert_apart(other)
+    batchnorm = nn.BatchNorm1d(5)
+    batchnorm(torch.randn(4, 5))
+    other[4].load_state_dict(batchnorm.state_dict())
+    assert_apart(other)
+
+
+@pytest.mark.parametrize("code", ["BA1", "BA6"])
+def test_a_state_that_is_set_tensor_by_tensor(code):
+    """As loaders do it that look each name of a checkpoint up in its module."""
+    model, other = network(code), network(code)
+    train(model, torch.optim.SGD(model.parameters(), lr=0.05), torch.randn(5, 4, 3, 6))
+    other(torch.randn(4, 3, 6))  # binds BA6 to its size
+    read = other[1].stats_long, other[1].stats_long.clone()
+    for name, value in model.state_dict().items():
+        path, _, last = name.rpartition(".")
+        module = other.get_submodule(path)
+        assert getattr(module, last).shape == value.shape
+        setattr(module, last, nn.Parameter(value.clone(), requires_grad=value.is_floating_point()))
+    assert len(list(other.parameters())) == len(list(model.parameters()))
+    assert torch.equal(*read)  # what was read before stays as it was
+    x = torch.randn(4, 3, 6)
+    assert torch.equal(model(x), other(x))
+    for name, value in model.state_dict().items():
+        assert torch.equal(other.state_dict()[name], value), name
+    with pytest.raises(ValueError, match=r"stats_short has shape .* cannot be set to \(3,\)"):
+        other[1].stats_short = torch.zeros(3)
+
+
 def test_the_state_is_outside_the_buffers_and_whole():
     layer = StreamingNorm(3)
     assert list(layer.buffers()) == []

@@ -164,19 +164,16 @@ def _channels_of(layer: StreamingNorm) -> Tensor:
 
 
 def _numbers_of(layer: StreamingNorm, channels: Tensor) -> Tensor:
-    """The numbers of a `LayerHealth` that have to be fetched from the device, in its order; sums are whole numbers."""
-    state, stats, (sigma, *drifts, dead, exploding) = layer.state, layer.state.stats, channels
+    """What a `LayerHealth` is made of, to be fetched from the device with that of all layers."""
+    state, stats = layer.state, layer.state.stats
     w = (state.seen / layer.warmup).clamp(max=1) if layer.warmup else torch.ones_like(state.seen)
-    about = [w, stats.count, ~stats.empty | stats.pending]
+    about = torch.stack([w, stats.count, ~stats.empty | stats.pending])
     if not channels.numel():
-        none, nothing = torch.zeros_like(w), torch.full_like(w, math.nan)
-        return torch.stack([none, none, nothing, nothing, none, none, nothing, nothing, nothing, *about])
+        return torch.cat([about, about.new_zeros(4), about.new_full((6,), math.nan)])
     true, streamed = state.grads.short, w * _streamed(layer)
-    size, size_streamed = true.norm(), streamed.norm()
-    gradient = [size_streamed / size, (true * streamed).sum() / (size * size_streamed)]
-    worst = [drift.max() for drift in drifts]
-    spread = [sigma.min(), sigma.median(), sigma.max()]
-    return torch.stack([*worst, *gradient, dead.sum(), exploding.sum(), *spread, *about])
+    gradient = [true.norm(), streamed.norm(), (true * streamed).sum()]
+    sigma, worst, sums = channels[0], channels[1:3].amax(1), channels[3:].sum(1)
+    return torch.cat([about, worst, sums, torch.stack([*gradient, *sigma.aminmax(), sigma.median()])])
 
 
 def _streamed(layer: StreamingNorm) -> Tensor:
@@ -186,13 +183,13 @@ def _streamed(layer: StreamingNorm) -> Tensor:
 
 
 def _health_of(layer: StreamingNorm, row: list[float]) -> LayerHealth:
-    drift_mean, drift_sigma, ratio, cosine, dead, exploding, low, median, high, warm, calls, folded = row
+    warm, calls, folded, drift_mean, drift_sigma, dead, exploding, true, streamed, product, low, high, median = row
     return LayerHealth(
         channels=layer.state.mean.numel(),
         drift_mean=drift_mean,
         drift_sigma=drift_sigma,
-        gradient_ratio=ratio,
-        gradient_cosine=cosine,
+        gradient_ratio=_divided(streamed, true),
+        gradient_cosine=_divided(product, true * streamed),
         dead=int(dead),
         exploding=int(exploding),
         sigma_min=low,
@@ -202,6 +199,10 @@ def _health_of(layer: StreamingNorm, row: list[float]) -> LayerHealth:
         calls=int(calls),
         heard=bool(folded) or layer._heard,
     )
+
+
+def _divided(a: float, b: float) -> float:
+    return a / b if b else math.nan
 
 
 def _cells(layer: LayerHealth) -> list[str]:

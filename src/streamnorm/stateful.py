@@ -23,6 +23,9 @@ from .stream import State, Stream
 from .updates import Listener, loss_scale
 
 
+NAMES = frozenset([f"{name}_{part}" for name in stream.STREAMS for part in stream.PARTS] + list(stream.NUMBERS))
+
+
 class Stateful(Norm, Listener):
     """Base of StreamingNorm. The state is written in place, except that what was handed out never changes."""
 
@@ -41,7 +44,19 @@ class Stateful(Norm, Listener):
 
     def __setattr__(self, name: str, value: Any) -> None:
         self.__dict__.pop("_known", None)  # how the last call was served: something is new now
-        super().__setattr__(name, value)
+        if name in NAMES and isinstance(value, Tensor):
+            self._set_tensor(name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def _set_tensor(self, name: str, value: Tensor) -> None:
+        """One tensor of the state, as loaders set it that go through a checkpoint tensor by tensor."""
+        tensors = stream.to_dict(self._state)
+        if value.shape != tensors[name].shape:
+            raise ValueError(f"{name} has shape {tuple(tensors[name].shape)}: it cannot be set to {tuple(value.shape)}")
+        value = value.detach().to(dtype=tensors[name].dtype, copy=True).contiguous()
+        self._state = stream.from_dict(tensors | {name: value})
+        self._marked = True
 
     @property
     def state(self) -> State:
@@ -223,3 +238,12 @@ class Stateful(Norm, Listener):
         stats = replace(fresh.stats, long=both, short=both.clone(), empty=torch.zeros_like(fresh.stats.empty))
         mean, sigma = both[0].clone(), both[1].clone()
         self._state = replace(fresh, stats=stats, mean=mean, sigma=sigma, seen=fresh.seen + max(self.warmup, 1.0))
+
+
+def _reader(name: str) -> property:
+    return property(lambda layer: stream.to_dict(layer._handed_out())[name])
+
+
+# Every tensor of the state can be read under its name in the state_dict too: `layer.stats_long`.
+for _name in NAMES - {"mean", "sigma"}:
+    setattr(Stateful, _name, _reader(_name))
