@@ -22,7 +22,6 @@ from .rules import Rules, folded
 from .stream import State, Stream
 from .updates import Listener, loss_scale
 
-
 NAMES = frozenset([f"{name}_{part}" for name in stream.STREAMS for part in stream.PARTS] + list(stream.NUMBERS))
 
 

@@ -9,16 +9,6 @@ accelerate = pytest.importorskip("accelerate")
 pytestmark = pytest.mark.filterwarnings("default", "error:.*backward passes and no weight update")
 
 
-@pytest.fixture(autouse=True)
-def _fresh():
-    """Accelerate keeps its settings for the whole process."""
-    from accelerate.state import AcceleratorState, GradientState
-
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-
-
 class Training:
     """The loop of Accelerate's documentation."""
 

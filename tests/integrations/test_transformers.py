@@ -1,4 +1,4 @@
-"""The Trainer of transformers folds once per optimizer step, and its checkpoints hold the streams, with no extra line."""
+"""The Trainer of transformers folds once per optimizer step, and its checkpoints hold the streams."""
 
 import pytest
 import torch
@@ -60,11 +60,10 @@ def trainer(model, folder, batches, epochs=2, window=4, **settings):
         optim_args="momentum=0.9",
         learning_rate=0.05,
         lr_scheduler_type="constant",
-        max_grad_norm=0.0,
         use_cpu=True,
         report_to=[],
         disable_tqdm=True,
-        **{"save_strategy": "no", **settings},
+        **{"save_strategy": "no", "max_grad_norm": 0.0, **settings},
     )
     return InOrder(model, arguments, train_dataset=Samples(batches))
 
@@ -107,7 +106,7 @@ def test_a_resumed_run_is_one_that_never_stopped(tmp_path):
 
 
 def test_reading_the_state_before_saving(tmp_path):
-    """Tensors that were handed out, or share their memory with nothing, are all the same to safetensors."""
+    """safetensors refuses tensors that share memory: those that were handed out do not, with one another."""
     model, loaded = Classifier(), Classifier()
     run = trainer(model, tmp_path, 4)
     run.train()
@@ -118,6 +117,46 @@ def test_reading_the_state_before_saving(tmp_path):
     loaded.load_state_dict(load_file(tmp_path / "model.safetensors"))
     assert_equal(loaded, model)
     assert read
+
+
+def streaming_bert():
+    """A tiny BERT whose layer norms are streaming norms; its dropout is off, since a resumed run would draw anew."""
+    torch.manual_seed(0)
+    size = {"vocab_size": 20, "hidden_size": 8, "intermediate_size": 8, "max_position_embeddings": 6}
+    depth = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_labels": 2}
+    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    model = transformers.BertForSequenceClassification(transformers.BertConfig(**size, **depth, **dropout))
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if isinstance(child, nn.LayerNorm):
+                setattr(module, name, StreamingNorm(child.normalized_shape[0], channel_dim=-1, eps=child.eps))
+    return model
+
+
+class Sentences(Dataset):
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, i):
+        words = torch.arange(i, i + 6) * 7 % 20
+        return {"input_ids": words, "attention_mask": torch.ones_like(words), "labels": i % 2}
+
+
+def test_a_bert_with_streaming_norms(tmp_path):
+    """Windows of 4, 2 in each epoch; the scale of the loss and the clipping are the Trainer's own."""
+    models = [streaming_bert() for _ in range(2)]
+    with torch.no_grad():
+        models[1].classifier.weight.zero_()
+    calls = [Calls(model) for model in models]
+    assert len(calls[0].counts) == 5
+    for model, resume in zip(models, (None, str(tmp_path / "checkpoint-2")), strict=True):
+        run = trainer(model, tmp_path, 6, epochs=3, save_strategy="steps", save_steps=2, max_grad_norm=1.0)
+        run.train_dataset = Sentences()
+        run.train(resume_from_checkpoint=resume)
+    calls[0].assert_windows(*[4, 2] * 3)
+    calls[1].assert_windows(*[4, 2] * 2)
+    assert_heard(models[0], 6)
+    assert_equal(*models)
 
 
 class Config(transformers.PretrainedConfig):
@@ -147,3 +186,15 @@ def test_save_pretrained_and_back(tmp_path):
     loaded, found = Pretrained.from_pretrained(tmp_path, output_loading_info=True)
     assert not any(found.values()), found
     assert_equal(loaded, model)
+    assert torch.equal(norms(loaded)[0].stats.short, norms(model)[0].stats.short)
+
+
+def test_a_checkpoint_without_streams_is_refused_by_from_pretrained(tmp_path):
+    """As docs/trainers.md says; load_state_dict reads it where a person allows keys to be missing."""
+    from safetensors.torch import load_file, save_file
+
+    Pretrained(Config()).save_pretrained(tmp_path)
+    weights = {name: t for name, t in load_file(tmp_path / "model.safetensors").items() if name.endswith(("ght", "as"))}
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(AttributeError, match="neither a parameter, buffer"):
+        Pretrained.from_pretrained(tmp_path)
