@@ -21,7 +21,8 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 @pytest.mark.filterwarnings("ignore:Lazy modules", "ignore:.*should not be instantiated", "ignore:Dynamo detected")
-def test_examples_run(page):
+def test_examples_run(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # they may write files
     names = {}
     for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL):
         exec(compile(block, page.name, "exec"), names)
@@ -133,6 +134,10 @@ def test_the_committed_results_are_whole_and_quoted_as_they_are():
     assert set(quoted) <= measured
     measured = set((folder / "lab/results.md").read_text().splitlines())
     quoted = [line for line in (ROOT / "docs/lab.md").read_text().splitlines() if line.startswith("| lab/")]
+    assert len(quoted) == 4
+    assert set(quoted) <= measured
+    measured = set((folder / "monitor/results.md").read_text().splitlines())
+    quoted = [line for line in (ROOT / "docs/monitoring.md").read_text().splitlines() if line.startswith("| monitor/")]
     assert len(quoted) == 4
     assert set(quoted) <= measured
 

@@ -3,6 +3,7 @@
 import copy
 import math
 import sys
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -103,6 +104,33 @@ def test_every_layer_is_there_once():
     assert health["images"].channels == 8
     assert health["norm"].calls == 6  # twice per batch
     assert all(math.isfinite(layer.gradient_ratio) for layer in health.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_layers_of_one_kind_are_told_apart(dtype):
+    """They are measured together; alone each has the same numbers, whatever stands beside it."""
+    kinds = [
+        {},
+        {},
+        {"ref": "BA2"},
+        {"ref": "BA6"},
+        {"p": 1},
+        {"beta": (0.0, 0.0, 1.0)},
+        {"warmup": 0},
+        {"eps": 0.1},
+        {},
+    ]
+    model = nn.Sequential(*(StreamingNorm(4, **kind) for kind in kinds), nn.ReLU()).to(dtype)
+    model[1].double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        model(3 * torch.randn(8, 4, dtype=dtype)).square().mean().backward()
+        optimizer.step()
+    health = monitor(model)
+    assert list(health) == [str(i) for i in range(len(kinds))]
+    for name, layer in health.items():
+        alone = asdict(monitor(model[int(name)])[""])
+        assert alone == pytest.approx(asdict(layer), rel=1e-5)
 
 
 def test_a_model_without_streaming_layers():

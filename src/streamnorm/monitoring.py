@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from . import stream
+from .stream import State
 from .streaming import StreamingNorm
 
 if TYPE_CHECKING:
@@ -142,44 +143,64 @@ def monitor(model: nn.Module) -> Health:
     layers = {name: module for name, module in model.named_modules() if isinstance(module, StreamingNorm)}
     if not layers:
         return Health({}, {})
+    alike: dict[object, list[str]] = {}  # layers of one kind are measured together: the cost is that of torch's calls
+    for name, layer in layers.items():
+        like, settings = layer.state.mean, (layer.p, layer.eps, tuple(layer.beta), layer.warmup)
+        alike.setdefault((like.shape, like.dtype, like.device, settings), []).append(name)
+    rows: list[Tensor] = []
+    details: dict[str, Tensor] = {}
     with torch.no_grad():
-        details = {name: _channels_of(layer) for name, layer in layers.items()}
-        numbers = [_numbers_of(layer, details[name]) for name, layer in layers.items()]
-        table = torch.stack([row.to(numbers[0].device) for row in numbers]).tolist()  # the only wait for a device
-    found = {name: _health_of(layer, row) for (name, layer), row in zip(layers.items(), table, strict=True)}
-    return Health(found, details)
+        for names in alike.values():
+            group = [layers[name] for name in names]
+            state = _together(group)
+            channels = _channels_of(state, group[0])
+            rows.append(_numbers_of(state, group[0], channels))
+            details |= dict(zip(names, channels, strict=True))
+        table = torch.cat([row.to(rows[0].device) for row in rows]).tolist()  # the only wait for a device
+    numbers = dict(zip(details, table, strict=True))
+    return Health({name: _health_of(layer, numbers[name]) for name, layer in layers.items()}, details)
 
 
-def _channels_of(layer: StreamingNorm) -> Tensor:
+def _together(layers: list[StreamingNorm]) -> State:
+    """A copy of the states, layers first: streams are (layers, 2, channels), all else (layers, 1, channels or 1)."""
+    kept = [stream.to_dict(layer.state) for layer in layers]
+
+    def gathered(name: str, like: Tensor) -> Tensor:
+        rows = 2 if name.endswith(("_long", "_short")) else 1
+        return torch.stack([tensors[name] for tensors in kept]).reshape(len(kept), rows, like.numel() // rows)
+
+    return stream.from_dict({name: gathered(name, like) for name, like in kept[0].items()})
+
+
+def _channels_of(state: State, like: StreamingNorm) -> Tensor:
     """Of each channel: sigma in use, drift of the mean, drift of sigma, whether it is dead, whether it explodes."""
-    stats, sigma = layer.state.stats, layer.state.sigma
-    (mean, window), (long_mean, long) = stats.short, torch.where(stats.empty, stats.short, stats.long)
+    stats, sigma = state.stats, state.sigma[:, 0]
+    mean, window = stats.short.unbind(1)
+    long_mean, long = torch.where(stats.empty, stats.short, stats.long).unbind(1)
     # Where nothing ever moved (eps = 0, or no call yet) there is no unit to measure in, and no drift: 0 / 0 is 0.
     drift_mean = ((mean - long_mean).abs() / long).nan_to_num(0.0, math.inf)
     growth = (window / long - 1).nan_to_num(0.0, math.inf)
-    dead = sigma <= 2 ** (1 / layer.p) * layer.eps**0.5
-    typical = torch.where(dead, math.nan, sigma).nanmedian() if sigma.numel() else sigma
+    dead = sigma <= 2 ** (1 / like.p) * like.eps**0.5
+    living = torch.where(dead, math.nan, sigma)
+    typical = living.nanmedian(1, keepdim=True).values if sigma.numel() else sigma
     exploding = (growth > GROWN - 1) | (window > OUTGROWN * typical) | ~window.isfinite()
-    return torch.stack([sigma, drift_mean, growth.abs(), dead, exploding]).flatten(1)
+    return torch.stack([sigma, drift_mean, growth.abs(), dead, exploding], 1)
 
 
-def _numbers_of(layer: StreamingNorm, channels: Tensor) -> Tensor:
-    """What a `LayerHealth` is made of, to be fetched from the device with that of all layers."""
-    state, stats = layer.state, layer.state.stats
-    w = (state.seen / layer.warmup).clamp(max=1) if layer.warmup else torch.ones_like(state.seen)
-    about = torch.stack([w, stats.count, ~stats.empty | stats.pending])
-    if not channels.numel():
-        return torch.cat([about, about.new_zeros(4), about.new_full((6,), math.nan)])
-    true, streamed = state.grads.short, w * _streamed(layer)
-    gradient = [true.norm(), streamed.norm(), (true * streamed).sum()]
-    sigma, worst, sums = channels[0], channels[1:3].amax(1), channels[3:].sum(1)
-    return torch.cat([about, worst, sums, torch.stack([*gradient, *sigma.aminmax(), sigma.median()])])
-
-
-def _streamed(layer: StreamingNorm) -> Tensor:
-    """g_hat of a call whose own gradient is the average of the window; exact with one batch per update."""
-    long, short, present = layer.beta
-    return stream.blend(layer.state.grads, long, short + present)
+def _numbers_of(state: State, like: StreamingNorm, channels: Tensor) -> Tensor:
+    """What the `LayerHealth` of each layer is made of, a row for each."""
+    stats, grads, sigma = state.stats, state.grads, state.sigma[:, 0]
+    w = (state.seen / like.warmup).clamp(max=1) if like.warmup else torch.ones_like(state.seen)
+    about = torch.cat([w, stats.count, ~stats.empty | stats.pending], 1)[:, :, 0]
+    if not sigma.numel():
+        return torch.cat([about, about.new_zeros(len(about), 4), about.new_full((len(about), 6), math.nan)], 1)
+    # g_hat of a call whose own gradient is the average of the window; exact with one batch per update.
+    long, short, present = like.beta
+    true, streamed = grads.short.flatten(1), (w * stream.blend(grads, long, short + present)).flatten(1)
+    gradient = [true.norm(dim=1), streamed.norm(dim=1), (true * streamed).sum(1)]
+    spread = [*sigma.aminmax(dim=1), sigma.median(1).values]
+    worst, sums = channels[:, 1:3].amax(2), channels[:, 3:].sum(2)
+    return torch.cat([about, worst, sums, torch.stack([*gradient, *spread], 1)], 1)
 
 
 def _health_of(layer: StreamingNorm, row: list[float]) -> LayerHealth:
