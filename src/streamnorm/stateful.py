@@ -32,14 +32,14 @@ class Stateful(Norm, Listener):
     process_group: Any = None
     _version = 2
     _state: State
-    _seen_before: Tensor  # `seen` when the windows of all processes were last merged
+    seen_before: Tensor  # `seen` when the windows of all processes were last merged
     _merged = False  # with other processes, ever
     _marked = False  # a weight update may be pending; spares calls that cannot have one the work of a fold
     _shared = False  # somebody may hold the tensors of the state: they are not written to any more
 
     def _begin(self, device: Device, dtype: torch.dtype | None) -> None:
         self._state = stream.new_state(self.initial_shape(), statistics_like(device, dtype))
-        self._seen_before = torch.zeros_like(self._state.seen)
+        self.seen_before = torch.zeros_like(self._state.seen)
 
     def __setattr__(self, name: str, value: Any) -> None:
         self.__dict__.pop("_known", None)  # how the last call was served: something is new now
@@ -101,7 +101,7 @@ class Stateful(Norm, Listener):
     def reset_running_stats(self) -> None:
         """Forget everything: statistics, their gradients, and the spatial size that they are bound to."""
         self._state = stream.new_state(self.initial_shape(), self._state.seen)
-        self._seen_before = torch.zeros_like(self._state.seen)
+        self.seen_before = torch.zeros_like(self._state.seen)
 
     def reset_gradients(self) -> None:
         """Forget the streamed gradients, for a new loss or a new scale of it."""
@@ -119,13 +119,13 @@ class Stateful(Norm, Listener):
         if group is None:
             return None
         state = folded(self.rules, self._settled())  # a process without a batch has not folded the last update yet
-        return group, Share(self.rules, state, self._seen_before, not self._merged)
+        return group, Share(self.rules, state, self.seen_before, not self._merged)
 
     def _take(self, state: State, seen_before: Tensor) -> None:
         if state.mean.shape != self._state.mean.shape:
             self._state = stream.new_state(tuple(state.mean.shape), state.seen)
         stream.write(self._own(), state)
-        self._seen_before, self._merged = seen_before, bool(state.mean.numel())
+        self.seen_before, self._merged = seen_before, bool(state.mean.numel())
 
     def _mark_update(self, found_inf: Tensor | None) -> None:
         state = self._own()
@@ -156,7 +156,7 @@ class Stateful(Norm, Listener):
     def _apply(self, fn: Any, recurse: bool = True) -> "Stateful":
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._state = stream.from_dict({k: moved(tensor, fn) for k, tensor in stream.to_dict(self._state).items()})
-        self._seen_before = moved(self._seen_before, fn)
+        self.seen_before = moved(self.seen_before, fn)
         return self
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
@@ -165,7 +165,7 @@ class Stateful(Norm, Listener):
         for name, tensor in stream.to_dict(self._handed_out()).items():
             destination[prefix + name] = tensor
         if self.process_group is not None:
-            destination[prefix + "seen_before"] = self._seen_before.clone()
+            destination[prefix + "seen_before"] = self.seen_before.clone()
         self._marked = True  # the pending mark may be written to through what was handed out
 
     def _load_from_state_dict(
@@ -199,7 +199,7 @@ class Stateful(Norm, Listener):
             missing_keys.extend(prefix + name for name in names if name not in ours)
         else:
             self._load_state(ours, prefix, local_metadata.get("assign_to_params_buffers", False), error_msgs)
-        self._seen_before = (self._state.seen if before is None else before).detach().to(self._state.seen, copy=True)
+        self.seen_before = (self._state.seen if before is None else before).detach().to(self._state.seen, copy=True)
 
     def _load_state(self, loaded: dict[str, Tensor], prefix: str, assign: bool, error_msgs: list[str]) -> None:
         shape = loaded["mean"].shape
