@@ -12,6 +12,7 @@ from .dispatch import apply, native_operator
 from .moments import Moments, Statistic
 from .native import Results
 from .normref import CODES, NormRef, resolve
+from .transforms import refuse_transforms
 
 Device = torch.device | str | int | None
 
@@ -69,6 +70,11 @@ class Norm(nn.Module):
         return True
 
     @property
+    def learns(self) -> bool:
+        """Whether a call now changes the statistics that the norm keeps."""
+        return self.training and not self._paused
+
+    @property
     def stored(self) -> Tensor | None:
         """The stored mean, if the norm keeps one; its shape is that of all stored statistics."""
         return None
@@ -88,6 +94,8 @@ class Norm(nn.Module):
 
     def enter(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Check a call and give its input as `(N, C, *space)` and its mask as `(N, 1, *space)`."""
+        if self.learns:
+            refuse_transforms(type(self).__name__)
         x = channels_second(x, self.num_features, self.channel_dim)
         if mask is not None:
             mask = mask_over_channels(mask, x)

@@ -17,8 +17,9 @@ from . import kernels, native
 from . import moments as plain
 from .fused import layout_of, refuse_second_derivative
 from .kernels import Layout
-from .moments import Moments, Statistic, channelwise
+from .moments import Center, Moments, Statistic, channelwise
 from .normref import CODES, NormRef
+from .transforms import transformed
 
 BATCH_NORM, LAYER_NORM, INSTANCE_NORM = CODES["BA1"], CODES["SP1"], CODES["SP2"]
 # Given dE/d(mean) and dE/d(sigma) of the statistics that normalized, the gradients to send into S(x).
@@ -59,7 +60,9 @@ def fuses_compiled(statistic: Statistic, x: Tensor, vectors: Iterable[Tensor | N
 
 def fuses_sequence(*tensors: Tensor) -> bool:
     """Whether the kernels take these tensors of a recurrent layer."""
-    return kernels.available() and all(is_plain_float32(t) and t.is_contiguous() for t in tensors)
+    if not kernels.available() or transformed():
+        return False
+    return all(is_plain_float32(t) and t.is_contiguous() for t in tensors)
 
 
 def native_operator(
@@ -117,6 +120,15 @@ def apply(
     """N(x, s_hat), gain and bias, differentiable once. `mean`, `sigma`: s_hat; `own`: S(x)."""
     result = _Normalize.apply(x, weight, bias, mask, mean, sigma, own, statistic, gradient)  # type: ignore[no-untyped-call]
     return cast(Tensor, result)
+
+
+def apply_ordinary(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, mask: Tensor | None, statistic: Statistic, center: Center
+) -> Tensor:
+    """N(x, S(x)), gain and bias in ordinary torch operations, for transforms: differentiable at will, but slower."""
+    wide = plain.masked(x.to(torch.promote_types(x.dtype, torch.float32)), mask)
+    own = plain.differentiable_measure(wide, statistic, mask, center)
+    return evaluate(wide, own.mean, own.sigma, weight, bias, mask).to(x.dtype)
 
 
 def evaluate(

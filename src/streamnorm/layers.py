@@ -23,9 +23,10 @@ from .base import (
     statistics_like,
 )
 from .checkpointing import FIRST_RUN, kept_by_first_run, may_be_checkpointed
-from .dispatch import compute_dtype, evaluate
-from .moments import all_finite, channelwise, fixed_center, measure, mini_batch_statistics
+from .dispatch import apply_ordinary, compute_dtype, evaluate
+from .moments import Center, all_finite, channelwise, fixed_center, measure, mini_batch_statistics
 from .normref import NormRef
+from .transforms import transformed
 
 
 class SampleNorm(Norm):
@@ -74,12 +75,20 @@ class SampleNorm(Norm):
 
     def forward(self, x: Tensor, mask: Tensor | None = None, step: int = 0) -> Tensor:
         x, mask = self.enter(x, mask)
+        if transformed():
+            return self.leave(apply_ordinary(x, self.weight, self.bias, mask, self.statistic, self._center))
         native = self.native(x, mask)
         if native:
             return self.leave(native[0])
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        own = measure(wide, self.statistic, mask, lambda mean, present: fixed_center(self.center, mean))
-        return self.normalize_by_own(x, own, mask)
+        return self.normalize_by_own(x, measure(wide, self.statistic, mask, self._center), mask)
+
+    @property
+    def learns(self) -> bool:
+        return False
+
+    def _center(self, mean: Tensor, present: Tensor | None) -> Tensor:
+        return fixed_center(self.center, mean)
 
     def extra_repr(self) -> str:
         return self.settings()
@@ -123,13 +132,15 @@ class _RunningNorm(Norm):
     def normalize(self, x: Tensor, mask: Tensor | None, index: tuple[int, ...], learns: bool) -> Tensor:
         """`index`: which set of running estimates serves. `learns`: it is updated by this call, in training."""
         x, mask = self.enter(x, mask)
-        if not self.training:
-            statistics = self._shaped(self.mean[index], self.sigma[index], x)
-            return self.leave(evaluate(x, *statistics, self.weight, self.bias, mask))
-        learns = learns and not self._paused
         estimates = self.mean[index], self.sigma[index]
+        if not self.training:
+            return self.leave(evaluate(x, *self._shaped(estimates, x), self.weight, self.bias, mask))
+        if transformed():
+            center = self._center(estimates, x)
+            return self.leave(apply_ordinary(x, self.weight, self.bias, mask, self.statistic, center))
+        learns = learns and not self._paused
         if may_be_checkpointed():
-            kept = kept_by_first_run(id(self), lambda: [estimate.clone() for estimate in estimates])
+            kept = kept_by_first_run(id(self), lambda: tuple(estimate.clone() for estimate in estimates))
             if kept is not FIRST_RUN:
                 learns, estimates = False, kept or estimates
         native = self.native(x, mask, self.mean)
@@ -140,14 +151,9 @@ class _RunningNorm(Norm):
                 self._learn(mean, sigma, all_finite(sigma), index)  # where the mean is not finite, sigma is not either
             return self.leave(y)
 
-        before, _ = self._shaped(*estimates, x)
         with outside_inference_mode():
-            own = measure(
-                x.to(compute_dtype(x, before)),
-                self.statistic,
-                mask,
-                lambda batch, present: before if self.center == "running" else fixed_center(self.center, batch),
-            )
+            wide = x.to(compute_dtype(x, self.mean))
+            own = measure(wide, self.statistic, mask, self._center(estimates, x))
         y = self.normalize_by_own(x, own, mask)
         if learns:
             with outside_inference_mode(), torch.no_grad():
@@ -156,8 +162,13 @@ class _RunningNorm(Norm):
                 self._learn(s[0], s[1], accept, index)
         return y
 
-    def _shaped(self, mean: Tensor, sigma: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        if torch.is_grad_enabled():  # copies: a backward pass may come after later calls have changed the buffers
+    def _center(self, estimates: tuple[Tensor, Tensor], x: Tensor) -> Center:
+        before = self._shaped(estimates, x)[0] if self.center == "running" else None
+        return lambda mean, present: fixed_center(self.center, mean) if before is None else before
+
+    def _shaped(self, estimates: tuple[Tensor, Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
+        mean, sigma = estimates
+        if torch.is_grad_enabled() or transformed():  # copies: backward may come after later calls changed the buffers
             mean, sigma = mean.clone(), sigma.clone()
         return self.view(mean, sigma, x)
 

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .normref import NormRef
+from .transforms import transformed
 
 
 @dataclass(frozen=True)
@@ -45,18 +46,23 @@ Center = Callable[[Tensor, Tensor | None], Tensor]
 def measure(x: Tensor, statistic: Statistic, mask: Tensor | None, center: Center) -> Moments:
     """S(x), without gradient."""
     with torch.no_grad():
-        ref = statistic.ref
-        elements = count_elements(x, ref, mask)
-        mean = reference_mean(x, ref, mask, elements)
-        present = None
-        if mask is not None:
-            present = elements >= (2 if statistic.center == "mean" else 1)
-            if ref.window:  # what only padding would use is not there either, whatever its window sees
-                present = present & (mask.any(0, keepdim=True) if ref.samples else mask)
-            present = present.expand_as(mean)
-        c = center(mean, present)
-        sigma = reference_sigma(x, c, statistic, mask, elements)
-        return Moments(mean, sigma, c, elements, present)
+        return differentiable_measure(x, statistic, mask, center)
+
+
+def differentiable_measure(x: Tensor, statistic: Statistic, mask: Tensor | None, center: Center) -> Moments:
+    """The same for torch to differentiate, at a higher price. What is masked in `x` has to be finite."""
+    ref = statistic.ref
+    elements = count_elements(x, ref, mask)
+    mean = reference_mean(x, ref, mask, elements)
+    present = None
+    if mask is not None:
+        present = elements >= (2 if statistic.center == "mean" else 1)
+        if ref.window:  # what only padding would use is not there either, whatever its window sees
+            present = present & (mask.any(0, keepdim=True) if ref.samples else mask)
+        present = present.expand_as(mean)
+    c = center(mean, present)
+    sigma = reference_sigma(x, c, statistic, mask, elements)
+    return Moments(mean, sigma, c, elements, present)
 
 
 def count_elements(x: Tensor, ref: NormRef, mask: Tensor | None) -> Tensor:
@@ -97,7 +103,7 @@ def normalize(
     """N(x, s) = (x - mean) / sigma, then gain and bias per channel; 0 where masked."""
     gain = sigma.reciprocal() if weight is None else channelwise(weight, x) / sigma
     y = masked(x, mask) - mean
-    if torch.is_grad_enabled():
+    if torch.is_grad_enabled() or transformed():
         y = y * gain
         y = y if bias is None else y + channelwise(bias, x)
     else:  # the same in place: nobody else holds y
@@ -198,7 +204,7 @@ def _slope(x: Tensor, center: Tensor, sigma: Tensor, inside: Tensor | None, p: f
 
 def _sum_of_squares(x: Tensor, center: Tensor, ref: NormRef, mask: Tensor | None, elements: Tensor) -> Tensor:
     if not ref.window:
-        return _gather(masked((x - center).square_(), mask), ref)
+        return _gather(masked((x - center).pow_(2), mask), ref)
     # Sliding windows: sum (x-c)^2 = sum x^2 - 2c sum x + n c^2 costs two box filters instead of window^dims passes.
     # It cancels where c is far from 0, so it is done about a common origin and in float64.
     origin = masked(x, mask).mean().double()

@@ -17,6 +17,7 @@ from torch.nn.grad import conv2d_weight
 from .dispatch import fuses_sequence
 from .fused import SequencePlan, refuse_second_derivative, stream_sequence
 from .streaming import StreamingNorm
+from .transforms import transformed
 
 Factory = Callable[..., nn.Module]  # norm(hidden_size, device=..., dtype=...)
 State = tuple[Tensor, ...]
@@ -221,7 +222,7 @@ def run_packed(
         return _run_fused(gates, norms, products, sizes, start[0], f, reverse)
     steps = range(len(sizes))
     inputs = torch.split(products, list(sizes))
-    late = late and not compiling and torch.is_grad_enabled() and gates.weights[0].requires_grad
+    late = late and not compiling and not transformed() and torch.is_grad_enabled() and gates.weights[0].requires_grad
     used: list[list[Any]] = [[None] * len(sizes) for _ in gates.weights]
     zeros = [_late_zeros(gates, group, used[group], products, sizes) if late else () for group in range(len(used))]
     outputs: list[Any] = [None] * len(sizes)

@@ -27,6 +27,7 @@ from .normref import NormRef
 from .rules import Call, Rules, folded, stream_gradients, stream_statistics
 from .stateful import Stateful
 from .stream import State
+from .transforms import transformed
 
 NOTHING = (None, None, None)
 
@@ -141,7 +142,7 @@ class StreamingNorm(Stateful):
         shape, stride, call = self.__dict__.get("_known", NOTHING)
         if type(x) is not Tensor or x.shape != shape or x.stride() != stride:
             return None
-        if not is_plain_float32(x) or not kernels.available() or may_be_checkpointed():
+        if not is_plain_float32(x) or not kernels.available() or may_be_checkpointed() or transformed():
             return None
         own = self._parameters  # faster than attributes of a module
         weight, bias = own.get("weight"), own.get("bias")
