@@ -24,7 +24,7 @@ FLOORS = [
     {"recurrence", "monitoring"},
     {"cells"},
     {"recurrent"},
-    {"convolutional", "swap"},
+    {"convolutional", "swap", "averaging"},
     {"convert", "deploy"},
     {"folding"},
     {"__init__"},

@@ -1,6 +1,7 @@
 """Streaming normalization for PyTorch: batch norm's benefits where batch norm cannot go."""
 
 from ._version import __version__
+from .averaging import update_stats
 from .cells import GRUCell, LSTMCell, RNNCell
 from .convert import convert
 from .convolutional import ConvGRU, ConvRNN
@@ -42,4 +43,5 @@ __all__ = [
     "monitor",
     "paused",
     "to_batchnorm",
+    "update_stats",
 ]

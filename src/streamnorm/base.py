@@ -100,19 +100,23 @@ class Norm(nn.Module):
         if mask is not None:
             mask = mask_over_channels(mask, x)
         if self.collects:
-            fewest = self.ref.fewest_elements(x.shape) if x.numel() else 0
-            if fewest == 0:
-                raise ValueError(f"input of shape {tuple(x.shape)} is empty: statistics need at least one element")
-            if fewest == 1 and self.center == "mean":
-                more = "larger batches" if self.ref.samples else "a larger reference"
-                raise ValueError(
-                    f"input of shape {tuple(x.shape)} has one element per statistic ({self.ref}), from which "
-                    f'center="mean" leaves nothing: use StreamingNorm with center="running", or {more}'
-                )
+            self.check_elements(x)
         self._check_space(x)
         if not torch.compiler.is_compiling():
             self.remember(x.ndim if mask is None else 0)
         return x, mask
+
+    def check_elements(self, x: Tensor) -> None:
+        """Whether statistics can be taken of `(N, C, *space)`."""
+        fewest = self.ref.fewest_elements(x.shape) if x.numel() else 0
+        if fewest == 0:
+            raise ValueError(f"input of shape {tuple(x.shape)} is empty: statistics need at least one element")
+        if fewest == 1 and self.center == "mean":
+            more = "larger batches" if self.ref.samples else "a larger reference"
+            raise ValueError(
+                f"input of shape {tuple(x.shape)} has one element per statistic ({self.ref}), from which "
+                f'center="mean" leaves nothing: use StreamingNorm with center="running", or {more}'
+            )
 
     def remember(self, dims: int) -> None:
         """Note how many dimensions inputs have (0: there was a mask), which decides what can stand for the layer."""

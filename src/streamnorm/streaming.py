@@ -27,7 +27,7 @@ from .normref import NormRef
 from .rules import Call, Rules, folded, stream_gradients, stream_statistics
 from .stateful import Stateful
 from .stream import State
-from .transforms import transformed
+from .transforms import exported, transformed
 
 NOTHING = (None, None, None)
 
@@ -112,7 +112,7 @@ class StreamingNorm(Stateful):
             return self.leave(self._compiled(x, mask))
         state = None if compiling else self.begin_call()
         if state is None:
-            latest = self._state if compiling else self._handed_out()
+            latest = self._state if compiling and not exported() else self._handed_out()
             mean, sigma = self.view(latest.mean, latest.sigma, x)
             return self.leave(evaluate(x, mean, sigma, self.weight, self.bias, mask))
 

@@ -1,0 +1,197 @@
+"""Statistics for weights that were not trained with them, such as averaged ones (SWA, EMA)."""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import stream
+from .base import outside_inference_mode
+from .dispatch import compute_dtype
+from .layers import GeneralBatchNorm, TimeSpecificNorm
+from .rules import Rules, stream_statistics
+from .stream import State
+from .streaming import StreamingNorm
+
+
+def update_stats(
+    model: nn.Module,
+    loader: Iterable[Any],
+    device: torch.device | str | None = None,
+    *,
+    passes: int = 1,
+    forward: Callable[[Any], Any] | None = None,
+) -> None:
+    """Compute the statistics of all norms in `model` anew, from the data in `loader` and for the present weights.
+
+    Afterwards every norm holds the average of the statistics of its calls, each call counting once, as if the whole
+    loader were one window of training: pass batches as they come in training. The model runs in evaluation mode
+    without gradients, so nothing else changes. In the first pass over the loader a norm normalizes by its average so
+    far, in each further one by the result of the one before: then deep norms see what they will see in evaluation.
+
+    A batch is a tensor, or a tuple or list whose first entry is the input, moved to `device` if that is given. For
+    other batches `forward(batch)` calls the model. Streamed gradients are kept. If anything is raised, all statistics
+    are as before.
+
+    >>> import streamnorm
+    >>> model = nn.Sequential(nn.Linear(2, 3), streamnorm.StreamingNorm(3))
+    >>> averaged = torch.optim.swa_utils.AveragedModel(model)
+    >>> update_stats(averaged, [torch.randn(1, 2) for _ in range(10)])
+    >>> int(averaged.module[1].stats.count)
+    0
+    """
+    if isinstance(passes, bool) or not isinstance(passes, int) or passes < 1:
+        raise ValueError(f"passes={passes!r}: must be a whole number of at least 1")
+    if forward is not None and device is not None:
+        raise ValueError(f"device={device!r} is for the input of the model, which forward= calls: move batches there")
+    if passes > 1 and isinstance(loader, Iterator):
+        raise ValueError(
+            f"loader is a {type(loader).__name__}, which can be read once: pass a DataLoader or a list, or passes=1"
+        )
+    keeping = StreamingNorm | GeneralBatchNorm | TimeSpecificNorm
+    norms = [norm for norm in model.modules() if isinstance(norm, keeping)]
+    if not norms:
+        raise ValueError(f"update_stats: {type(model).__name__} has no norm that keeps statistics")
+    call = forward or partial(_call, model, device)
+    collectors: list[_Collector] = []
+    with _evaluating(model), _uncompiled(), torch.no_grad(), ExitStack() as afterwards:
+        for norm in norms:
+            collectors.append(_Collector(norm))
+            afterwards.callback(collectors[-1].close)
+        for number in range(passes):
+            for collector in collectors:
+                collector.begin(settled=number > 0)
+            batches = 0
+            for batches, batch in enumerate(loader, 1):  # noqa: B007
+                call(batch)
+            if not batches:
+                raise ValueError("the loader is empty: statistics need at least one batch")
+            if not sum(collector.end() for collector in collectors):
+                raise ValueError(
+                    "no norm of the model was given finite data: check the batches, and that forward= calls this model"
+                )
+    with outside_inference_mode(), torch.no_grad():
+        for collector in collectors:
+            collector.commit()
+
+
+def _call(model: nn.Module, device: torch.device | str | None, batch: Any) -> None:
+    x = batch[0] if isinstance(batch, tuple | list) else batch
+    model(x if device is None else x.to(device))
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+def _uncompiled() -> AbstractContextManager[Any]:
+    """Compiled code would not see the hooks. Before torch 2.6 a compiled model has to be unwrapped by hand."""
+    stance = getattr(torch.compiler, "set_stance", None)
+    return stance("force_eager") if stance else nullcontext()
+
+
+class _Collector:
+    """Streams the statistics of the calls of one norm in evaluation mode, and sets those that it normalizes by.
+
+    One window for each set of statistics: a TimeSpecificNorm has one per timestep, the others have one, index ().
+    """
+
+    def __init__(self, norm: Any) -> None:
+        self.norm, self.streaming = norm, isinstance(norm, StreamingNorm)
+        like = norm.state.seen if self.streaming else norm.mean.new_zeros(())
+        self.fresh = stream.new_state(norm.initial_shape(), like)
+        self.states: dict[tuple[int, ...], State] = {}
+        self.rules = norm.rules if self.streaming else Rules(norm.statistic, (0, 1), (0, 0, 0), (0, 1, 0, 1), 256)
+        self.kept: Any = norm._handed_out() if self.streaming else (norm.mean, norm.sigma)
+        if not self.streaming:
+            norm.mean, norm.sigma = norm.mean.clone(), norm.sigma.clone()
+        self.hook = norm.register_forward_pre_hook(self._before_call, with_kwargs=True)
+
+    def begin(self, settled: bool) -> None:
+        """A pass begins. `settled`: the norm goes on as the pass before left it; else it follows the average so far."""
+        self.settled = settled
+        self.states = {index: replace(s, stats=self._fresh(s).stats) for index, s in self.states.items()}
+
+    def end(self) -> bool:
+        """The norm normalizes by what the pass found; returns whether that was anything."""
+        self.states = {index: state for index, state in self.states.items() if int(state.stats.count)}
+        for index, state in self.states.items():
+            mean, sigma = stream.blend(state.stats, *self.rules.alpha)
+            self.states[index] = replace(state, mean=mean, sigma=sigma)
+            self._use(index, mean, sigma)
+        return bool(self.states)
+
+    def close(self) -> None:
+        """The norm is as it was before."""
+        self.hook.remove()
+        if self.streaming:
+            self.norm._state = self.kept
+            self.norm._handed_out()
+        else:
+            self.norm.mean, self.norm.sigma = self.kept
+
+    def commit(self) -> None:
+        """The norm takes the result over, into its own tensors, which others may hold."""
+        for index, state in self.states.items():
+            if self.streaming:
+                self._commit_streams(state)
+            else:
+                self.norm._bind(tuple(state.mean.shape))
+                self.norm.mean[index].copy_(state.mean)
+                self.norm.sigma[index].copy_(state.sigma)
+
+    def _commit_streams(self, found: State) -> None:
+        """As after a weight update: the next training call opens a new window. No warm-up, and H2 is kept."""
+        average, norm = found.stats.short, self.norm
+        stats = replace(
+            self._fresh(found).stats, long=average, short=average, empty=torch.zeros_like(found.stats.empty)
+        )
+        seen = found.seen.clamp(min=max(self.rules.warmup, 1.0))
+        bound = stream.bind(self.kept, tuple(found.mean.shape))
+        after = replace(bound, stats=stats, mean=found.mean, sigma=found.sigma, seen=seen)
+        norm._bind(after)
+        stream.write(norm._own(), after)
+
+    def _before_call(self, norm: Any, args: Any, kwargs: Any) -> None:
+        x, mask, step = _arguments(*args, **kwargs)
+        x, mask = norm.enter(x, mask)
+        norm.check_elements(x)
+        index = (step,) if isinstance(norm, TimeSpecificNorm) else ()
+        if index and step >= norm.steps:  # of which no statistics are kept
+            return
+        with outside_inference_mode(), torch.no_grad():
+            before = stream.bind(self.states.get(index, self.fresh), norm.statistic_shape(x))
+            rules = replace(self.rules, warmup=0) if self.settled else self.rules
+            after, _ = stream_statistics(rules, before, x.to(compute_dtype(x, before.mean)), mask)
+            if self.settled:
+                after = replace(after, mean=before.mean, sigma=before.sigma)
+            else:
+                self._use(index, after.mean, after.sigma)
+            self.states[index] = after
+
+    def _use(self, index: tuple[int, ...], mean: Tensor, sigma: Tensor) -> None:
+        """Let the norm normalize by these."""
+        if self.streaming:
+            self.norm._state = replace(self.norm._state, mean=mean, sigma=sigma)
+        else:
+            self.norm._bind(tuple(mean.shape))
+            self.norm.mean[index], self.norm.sigma[index] = mean, sigma
+
+    def _fresh(self, like: State) -> State:
+        return stream.new_state(tuple(like.mean.shape), like.seen)
+
+
+def _arguments(x: Tensor, mask: Tensor | None = None, step: int = 0) -> tuple[Tensor, Tensor | None, int]:
+    """Of a call of a norm."""
+    return x, mask, step
