@@ -5,6 +5,7 @@ python benchmarks/averaging.py --seeds 3
 
 import argparse
 import copy
+from itertools import pairwise
 
 import torch
 from sklearn.datasets import load_digits
@@ -16,9 +17,7 @@ from streamnorm import StreamingNorm, update_stats
 
 def network(depth: int, width: int) -> nn.Module:
     sizes = [64] + [width] * depth
-    layers = [
-        part for a, b in zip(sizes, sizes[1:], strict=False) for part in (nn.Linear(a, b), StreamingNorm(b), nn.ReLU())
-    ]
+    layers = [part for a, b in pairwise(sizes) for part in (nn.Linear(a, b), StreamingNorm(b), nn.ReLU())]
     return nn.Sequential(*layers, nn.Linear(width, 10))
 
 
@@ -31,7 +30,7 @@ def run(seed: int, args: argparse.Namespace) -> dict[str, float]:
     data, labels = load_digits(return_X_y=True)
     order = torch.randperm(len(data))
     x, y = torch.tensor(data, dtype=torch.float32)[order] / 8 - 1, torch.tensor(labels)[order]
-    train, held = slice(0, args.samples), slice(1297, None)
+    held = slice(1297, None)
     model = network(args.depth, 32)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     averaged = {

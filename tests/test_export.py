@@ -2,6 +2,8 @@
 
 import copy
 import io
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -233,3 +235,11 @@ def test_onnx_in_training_mode_is_refused(runtime):
         chain = chain.__cause__ or chain.__context__
     assert "call model.eval()" in "\n".join(texts)
     train_on(model, data)
+
+
+@pytest.mark.skipif(OLD, reason="its exporter needs an older onnxscript")
+def test_the_example_of_the_docs(runtime, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    page = (Path(__file__).parent.parent / "docs/export.md").read_text()
+    (block,) = re.findall(r"```python onnx\n(.*?)```", page, re.DOTALL)
+    exec(compile(block, "export.md", "exec"), {})

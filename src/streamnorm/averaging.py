@@ -58,7 +58,7 @@ def update_stats(
         raise ValueError(f"update_stats: {type(model).__name__} has no norm that keeps statistics")
     call = forward or partial(_call, model, device)
     collectors: list[_Collector] = []
-    with _evaluating(model), _uncompiled(), torch.no_grad(), ExitStack() as afterwards:
+    with outside_inference_mode(), _evaluating(model), _uncompiled(), torch.no_grad(), ExitStack() as afterwards:
         for norm in norms:
             collectors.append(_Collector(norm))
             afterwards.callback(collectors[-1].close)
@@ -170,15 +170,14 @@ class _Collector:
         index = (step,) if isinstance(norm, TimeSpecificNorm) else ()
         if index and step >= norm.steps:  # of which no statistics are kept
             return
-        with outside_inference_mode(), torch.no_grad():
-            before = stream.bind(self.states.get(index, self.fresh), norm.statistic_shape(x))
-            rules = replace(self.rules, warmup=0) if self.settled else self.rules
-            after, _ = stream_statistics(rules, before, x.to(compute_dtype(x, before.mean)), mask)
-            if self.settled:
-                after = replace(after, mean=before.mean, sigma=before.sigma)
-            else:
-                self._use(index, after.mean, after.sigma)
-            self.states[index] = after
+        before = stream.bind(self.states.get(index, self.fresh), norm.statistic_shape(x))
+        rules = replace(self.rules, warmup=0) if self.settled else self.rules
+        after, _ = stream_statistics(rules, before, x.to(compute_dtype(x, before.mean)), mask)
+        if self.settled:
+            after = replace(after, mean=before.mean, sigma=before.sigma)
+        else:
+            self._use(index, after.mean, after.sigma)
+        self.states[index] = after
 
     def _use(self, index: tuple[int, ...], mean: Tensor, sigma: Tensor) -> None:
         """Let the norm normalize by these."""
