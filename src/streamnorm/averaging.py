@@ -1,7 +1,7 @@
 """Statistics for weights that were not trained with them, such as averaged ones (SWA, EMA)."""
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,6 +16,7 @@ from .layers import GeneralBatchNorm, TimeSpecificNorm
 from .rules import Rules, stream_statistics
 from .stream import State
 from .streaming import StreamingNorm
+from .swap import evaluating
 
 
 def update_stats(
@@ -58,7 +59,7 @@ def update_stats(
         raise ValueError(f"update_stats: {type(model).__name__} has no norm that keeps statistics")
     call = forward or partial(_call, model, device)
     collectors: list[_Collector] = []
-    with outside_inference_mode(), _evaluating(model), _uncompiled(), torch.no_grad(), ExitStack() as afterwards:
+    with outside_inference_mode(), evaluating(model), _uncompiled(), ExitStack() as afterwards:
         for norm in norms:
             collectors.append(_Collector(norm))
             afterwards.callback(collectors[-1].close)
@@ -82,17 +83,6 @@ def update_stats(
 def _call(model: nn.Module, device: torch.device | str | None, batch: Any) -> None:
     x = batch[0] if isinstance(batch, tuple | list) else batch
     model(x if device is None else x.to(device))
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
 
 
 def _uncompiled() -> AbstractContextManager[Any]:
