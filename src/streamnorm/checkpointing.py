@@ -19,6 +19,7 @@ FIRST_RUN = object()
 # How torch tells which hooks are in force on saved tensors (since 2.5), and whether a backward pass runs.
 _top_hooks: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
 _backward_pass: Any = torch._C._current_graph_task_id
+_grad_enabled = torch.is_grad_enabled
 _Frame: Any = getattr(checkpoint, "_CheckpointFrame", ())
 _REENTRANT_FIRST = checkpoint.CheckpointFunction.forward.__code__
 _REENTRANT_AGAIN = checkpoint.CheckpointFunction.backward.__code__
@@ -38,9 +39,12 @@ _position: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # calls made so fa
 
 def may_be_checkpointed() -> bool:
     """Whether a call needs a closer look: cheap, and False in a training loop without checkpointing."""
-    if torch.compiler.is_compiling():
-        return False
-    if _backward_pass() != -1 or not torch.is_grad_enabled():
+    return not torch.compiler.is_compiling() and is_watched()
+
+
+def is_watched() -> bool:
+    """The same for a call that is known not to be compiled."""
+    if _backward_pass() != -1 or not _grad_enabled():
         return True
     return _top_hooks is not None and _top_hooks(True) is not None
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from . import kernels, stream
 from .base import Device, is_number, numbers, outside_inference_mode
-from .checkpointing import FIRST_RUN, kept_by_first_run, may_be_checkpointed
+from .checkpointing import FIRST_RUN, is_watched, kept_by_first_run, may_be_checkpointed
 from .compiled import stream_compiled
 from .dispatch import (
     apply,
@@ -27,7 +27,7 @@ from .normref import NormRef
 from .rules import Call, Rules, folded, stream_gradients, stream_statistics
 from .stateful import Stateful
 from .stream import State
-from .transforms import exported, transformed
+from .transforms import exported, is_rewritten
 
 NOTHING = (None, None, None)
 
@@ -142,7 +142,7 @@ class StreamingNorm(Stateful):
         shape, stride, call = self.__dict__.get("_known", NOTHING)
         if type(x) is not Tensor or x.shape != shape or x.stride() != stride:
             return None
-        if not is_plain_float32(x) or not kernels.available() or may_be_checkpointed() or transformed():
+        if not is_plain_float32(x) or not kernels.available() or is_watched() or is_rewritten():
             return None
         own = self._parameters  # faster than attributes of a module
         weight, bias = own.get("weight"), own.get("bias")

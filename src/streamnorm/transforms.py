@@ -4,16 +4,22 @@ All of them want ordinary operations and no side effects. A call that changes no
 training, which streams statistics, is refused. torch.compile is not among them: it is served by `compiled`.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch.autograd import forward_ad
 
 _is_exporting = getattr(torch.compiler, "is_exporting", None)  # torch 2.7 and later
 
 
+# No public function tells of torch.func; this is what autograd.Function asks.
+_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
+_tracing: Callable[[], bool] = torch._C._is_tracing
+
+
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _in_torch_func() -> bool:
-    # No public function tells; this is what autograd.Function asks. The compiler asks it while it traces.
-    return bool(torch._C._are_functorch_transforms_active())
+    return _active()  # asked by the compiler while it traces
 
 
 def transformed() -> bool:
@@ -26,7 +32,12 @@ def transformed() -> bool:
     """
     if torch.compiler.is_compiling():
         return exported() or _in_torch_func()
-    return _in_torch_func() or forward_ad._current_level >= 0 or torch._C._is_tracing()
+    return is_rewritten()
+
+
+def is_rewritten() -> bool:
+    """The same for a call that is known not to be compiled."""
+    return _active() or forward_ad._current_level >= 0 or _tracing()
 
 
 def exported() -> bool:
