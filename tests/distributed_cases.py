@@ -160,7 +160,7 @@ def one_message(rank):
                 work()
             assert len(sent[-1]) == sum(event.name.startswith("c10d::") for event in profile.events())
     dist.all_reduce = all_reduce
-    numbers = sum(m.state.mean.numel() * 4 + 3 for m in net.modules() if isinstance(m, StreamingNorm))
+    numbers = sum(m.state.mean.numel() * 8 + 6 for m in net.modules() if isinstance(m, StreamingNorm))
     return {"sent": sent, "numbers": numbers}
 
 
@@ -178,12 +178,14 @@ def join(rank):
 
 
 def join_alone(rank):
-    """Ours is the only joinable, with a layer that has given inputs."""
+    """Ours is the only joinable, with a layer that has given inputs; in two epochs, and a step after them."""
     norm = StreamingNorm(3, dtype=torch.float64, process_group=dist.group.WORLD)
     optimizer = torch.optim.SGD(norm.parameters(), lr=0.0)
-    with Join([streamnorm.StreamJoin(streamnorm.DecoupledUpdate(optimizer, 1))]):
-        for window in range(2 + 2 * rank):
-            stream(norm, optimizer, inputs(window, rank))
+    for epoch in range(2):
+        with Join([streamnorm.StreamJoin(streamnorm.DecoupledUpdate(optimizer, 1))]):
+            for window in range(2 * epoch, 2 * epoch + 1 + rank):
+                stream(norm, optimizer, inputs(window, rank))
+    stream(norm, optimizer, inputs(4, rank))
     return snapshot(norm)
 
 
@@ -240,6 +242,39 @@ def loaded_by_one(rank):
     return snapshot(norm)
 
 
+def loaded_late(rank):
+    """The first process loads another state in mid-training."""
+    norm = StreamingNorm(3, process_group="world")
+    optimizer = torch.optim.SGD(norm.parameters(), lr=0.0)
+    for step in range(3):
+        if step == 1 and rank == 0:
+            norm.load_state_dict({**nn.BatchNorm1d(3).state_dict(), "num_batches_tracked": torch.tensor(5)})
+        norm(torch.randn(4, 3, generator=torch.Generator().manual_seed(9 * step + rank))).sum().backward()
+        optimizer.step()
+    return snapshot(norm)
+
+
+def sizes(rank):
+    """Statistics with a location: reset on the way, a process without a batch, and sizes that do not fit."""
+    norm = StreamingNorm(3, ref="BA6", process_group="world")
+    optimizer = torch.optim.SGD(norm.parameters(), lr=0.0)
+    states = []
+    for step in range(3):
+        if step == 1:
+            norm.reset_running_stats()
+        if step != 1 or rank == 0:
+            norm(torch.randn(4, 3, 2)).sum().backward()
+        optimizer.step()
+        states.append(snapshot(norm))
+    norm.reset_running_stats()
+    norm(torch.randn(4, 3, 2 + rank)).sum().backward()
+    try:
+        optimizer.step()
+    except RuntimeError as refused:
+        return {"states": states, "refused": str(refused)}
+    return {"states": states, "refused": ""}
+
+
 def skipped(rank):
     """A step that the scaler skips, of an optimizer that is called all the same."""
     net = nn.Sequential(nn.Linear(3, 4), StreamingNorm(4, process_group="world"))
@@ -276,7 +311,8 @@ def groups(rank):
     return found | {"state": snapshot(norm), "local": snapshot(local)}
 
 
-CASES = [laws, ddp, sharded, no_batch, one_message, join, join_alone, fsdp, resumed, loaded_by_one, skipped, groups]
+CASES = [laws, ddp, sharded, no_batch, one_message, join, join_alone, fsdp, resumed]
+CASES += [loaded_by_one, loaded_late, sizes, skipped, groups]
 
 if __name__ == "__main__":
     torch.set_num_threads(1)

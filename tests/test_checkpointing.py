@@ -1,6 +1,5 @@
 """torch.utils.checkpoint: a network that is run again in backward learns exactly what it learns without it."""
 
-import copy
 from functools import partial
 
 import pytest
@@ -170,23 +169,107 @@ def test_reentrant_calls_of_one_layer_are_refused_unless_there_is_one_per_backwa
         (reentrant(norm, x).sum() + reentrant(norm, x).sum()).backward()
     loss = reentrant(norm, x).sum()  # given up
     del loss
+    norm.eval()
+    kept = reentrant(norm, x).sum()  # not counted: it took no statistics
+    norm.train()
     reentrant(norm, x).sum().backward()
     assert norm.grads.count == 1
+    assert kept.requires_grad
 
 
-def test_a_call_that_took_no_statistics_takes_none_when_repeated():
-    torch.manual_seed(0)
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # the inner of two reentrant ones
+def test_reentrant_segments_in_other_segments():
+    """One call, in whichever way it is repeated."""
     norm, x = StreamingNorm(3), torch.randn(5, 3, requires_grad=True)
-    norm(x).sum().backward()
-    before = copy.deepcopy(norm.state_dict())
-    with streamnorm.paused(norm):
-        loss = again(norm, x).pow(2).sum()
-    loss.backward()
-    norm.eval()
-    loss = again(norm, x).pow(2).sum()
-    norm.train()
-    loss.backward()
-    same(list(norm.state_dict().values()), list(before.values()))
+    for outer, inner in ((again, reentrant), (reentrant, again), (reentrant, reentrant)):
+        norm.reset_running_stats()
+        outer(lambda v, inner=inner: inner(norm, v * 1.0), x).sum().backward()
+        assert norm.stats.count == norm.grads.count == 1
+
+
+@pytest.mark.parametrize("how", [again, reentrant], ids=["again", "reentrant"])
+@pytest.mark.parametrize("mode", ["eval", "paused"])
+@pytest.mark.parametrize(
+    "norm", [StreamingNorm, partial(StreamingNorm, p=3), GeneralBatchNorm], ids=["fused", "plain", "batch"]
+)
+def test_a_call_that_took_no_statistics_takes_none_when_repeated(norm, mode, how):
+    """And it uses those of its first run, whatever was learned in between."""
+
+    def run(how):
+        torch.manual_seed(0)
+        layer, x = norm(3), torch.randn(5, 3, requires_grad=True)
+        layer(x).pow(2).sum().backward()
+        if mode == "eval":
+            layer.eval()
+            loss = how(layer, x).pow(3).sum()
+            layer.train()
+        else:
+            with streamnorm.paused(layer):
+                loss = how(layer, x).pow(3).sum()
+        layer(torch.randn(4, 3)).sum().backward()
+        loss.backward()
+        return [x.grad, *layer.state_dict().values()]
+
+    same(run(how), run(plainly))
+
+
+@pytest.mark.parametrize("layer", [streamnorm.RNN, streamnorm.GRU, partial(streamnorm.GRU, norm=GeneralBatchNorm)])
+def test_recurrent_layers_are_repeated_in_the_mode_of_their_first_run(layer):
+    def run(how):
+        torch.manual_seed(0)
+        model, x = layer(3, 4), torch.randn(5, 2, 3, requires_grad=True)
+        loss = how(model, x)[0].pow(3).sum()
+        for module in model.modules():
+            if module is not model:
+                module.eval()
+        loss.backward()
+        return [x.grad, *model.state_dict().values()]
+
+    same(run(again), run(plainly))
+
+
+def test_with_a_process_group_too():
+    """Where folds are made in plain torch, and the rest by the kernels."""
+    norm = partial(StreamingNorm, process_group="world")
+    same(trained(Net(norm, again, True)), trained(Net(norm, plainly, True)))
+
+
+@pytest.mark.parametrize("norm", [StreamingNorm, partial(StreamingNorm, p=3), partial(StreamingNorm, ref="BA6")])
+def test_selective_checkpointing(norm):
+    """The policy of torch counts operators: a repetition has the same ones as the first run."""
+    keep = torch.utils.checkpoint.create_selective_checkpoint_contexts
+    selective = partial(again, context_fn=partial(keep, [torch.ops.aten.convolution.default]))
+    same(trained(Net(norm, selective)), trained(Net(norm, plainly)))
+
+
+def test_gradients_taken_within_a_segment_are_streamed_once():
+    def run(how):
+        torch.manual_seed(0)
+        norm, x = StreamingNorm(3), torch.randn(5, 3, requires_grad=True)
+
+        def segment(x):
+            inner = x.detach().requires_grad_()
+            with torch.enable_grad():
+                (slope,) = torch.autograd.grad(norm(inner).pow(2).sum(), inner)
+            return norm(x + slope)
+
+        how(segment, x).pow(3).sum().backward()
+        return [x.grad, *norm.state_dict().values()]
+
+    same(run(again), run(plainly))
+
+
+def test_a_segment_that_does_something_else_when_repeated_is_refused():
+    first, second = StreamingNorm(3), StreamingNorm(3)
+    x, runs = torch.randn(5, 3, requires_grad=True), []
+
+    def segment(x):
+        runs.append(1)
+        return first(second(x)) if len(runs) == 1 else second(first(x))
+
+    loss = again(segment, x).sum()
+    with pytest.raises(RuntimeError, match="in another order when it is run again"):
+        loss.backward()
 
 
 def test_a_call_in_training_is_repeated_as_such_whatever_happened_in_between():

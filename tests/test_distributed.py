@@ -116,8 +116,8 @@ def test_uneven_inputs_through_join(ranks, case):
 def test_join_counts_every_window(ranks):
     """The windows that only one process had are streamed into the state of both."""
     norm = StreamingNorm(3, dtype=torch.float64)
-    for window in range(4):
-        for rank in range(2) if window < 2 else [1]:
+    for window in range(5):
+        for rank in [1] if window in (1, 3) else range(2):
             for x, dy in inputs(window, rank):
                 norm(x.requires_grad_()).backward(dy)
         norm.weights_updated()
@@ -144,6 +144,21 @@ def test_all_begin_with_what_the_first_process_loaded(ranks):
     assert_same(one, two)
     assert torch.equal(one["stats_long"][0], torch.zeros(3))
     assert not one["stats_empty"]
+
+
+def test_all_go_on_with_what_the_first_process_loads_later(ranks):
+    one, two = ranks("loaded_late")
+    assert_same(one, two)
+
+
+def test_statistics_with_a_location(ranks):
+    one, two = ranks("sizes")
+    for mine, theirs in zip(one["states"], two["states"], strict=True):
+        mine.pop("weight"), mine.pop("bias")
+        assert_same(mine, {key: theirs[key] for key in mine})
+    assert [int(state["stats_count"]) for state in one["states"]] == [2, 1, 2]
+    assert "(3, 2) in this process" in one["refused"]
+    assert "(3, 3) in this process" in two["refused"]
 
 
 def test_a_skipped_step_merges_nothing(ranks):
@@ -174,6 +189,10 @@ def test_without_torch_distributed_a_layer_keeps_to_itself():
     alone.load_state_dict(norm.state_dict())  # the other way is tested by test_resumed
     norm.load_state_dict(alone.state_dict())
     assert "process_group='world'" in repr(norm)
+    wrong = dict(norm.state_dict(), seen_before=torch.tensor(-400.0), mean=torch.zeros(7))
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        norm.load_state_dict(wrong)
+    assert norm.seen_before == 4  # of the state that was loaded before
     with pytest.raises(ValueError, match=r"StreamJoin: .*process_group=.world."):
         streamnorm.StreamJoin(torch.optim.SGD(nn.Sequential(norm).parameters(), lr=0.1))
 

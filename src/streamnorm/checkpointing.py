@@ -8,13 +8,12 @@ repeats its calls in order: the n-th call of a repetition is the n-th call of th
 import sys
 from collections.abc import Callable
 from inspect import unwrap
-from typing import Any
+from threading import RLock
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch.utils import checkpoint
-
-FIRST_RUN = object()
 
 # How torch tells which hooks are in force on saved tensors (since 2.5), and whether a backward pass runs.
 _top_hooks: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
@@ -25,16 +24,38 @@ _REENTRANT_FIRST = checkpoint.CheckpointFunction.forward.__code__
 _REENTRANT_AGAIN = checkpoint.CheckpointFunction.backward.__code__
 
 
-class _Segment:
-    """What the calls of a segment began with, in order."""
+class Kept(NamedTuple):
+    """What a call of a first run keeps."""
 
-    def __init__(self) -> None:
-        self.calls: list[tuple[int, Any]] = []  # who was called, and what it keeps
-        self.repeated = False
+    caller: int  # a number for whoever was called
+    learned: bool  # statistics
+    what: Any
+
+
+class Repetition(NamedTuple):
+    """A call that is run again."""
+
+    kept: Any  # `what` of the first run; None if that is not known
+    reentrant: bool  # its graph is the one that backward goes through; else that of the first run is
+
+
+class _Segment:
+    def __init__(self, reentrant: bool) -> None:
+        self.calls: list[Kept] = []  # in order
+        self.reentrant, self.repeated = reentrant, False
+
+
+class _Here(NamedTuple):
+    """Where a call is: in segments that run for the first time, and in one that is repeated, by a hook or reentrant."""
+
+    firsts: list[tuple[Any, bool]]  # what torch keeps a segment in; whether it is reentrant
+    again: Any = None
+    hook: Any = None
 
 
 _segments: WeakKeyDictionary[Any, _Segment] = WeakKeyDictionary()  # by what torch keeps a segment in, and as long
 _position: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # calls made so far, by the hook of a repetition
+_lock = RLock()
 
 
 def may_be_checkpointed() -> bool:
@@ -44,41 +65,58 @@ def may_be_checkpointed() -> bool:
 
 def is_watched() -> bool:
     """The same for a call that is known not to be compiled."""
-    if _backward_pass() != -1 or not _grad_enabled():
+    if _backward_pass() != -1 or (_top_hooks is not None and _top_hooks(True) is not None):
         return True
-    return _top_hooks is not None and _top_hooks(True) is not None
+    return not _grad_enabled() and bool(_reentrant().firsts)
 
 
-def kept_by_first_run(caller: int, keep: Callable[[], Any]) -> Any:
-    """In a repetition: what `keep` gave in the first run. Otherwise FIRST_RUN; `keep()` is kept for repetitions.
-
-    `caller`: a number for whoever is called, by which several calls of one layer are told from calls of several.
-    """
-    firsts, again, hook = _segments_here()
-    kept = keep() if firsts and again is None else None
-    if again is not None:
-        kept = _repetition(caller, again, hook)
-    for first in firsts:
-        _segments.setdefault(first, _Segment()).calls.append((caller, kept))
-    return FIRST_RUN if again is None else kept
+def in_backward() -> bool:
+    return not torch.compiler.is_compiling() and _backward_pass() != -1
 
 
-def _repetition(caller: int, again: Any, hook: Any) -> Any:
-    segment = _segments.get(again)
+def begin(caller: int, learns: bool, keep: Callable[[], Any]) -> Repetition | None:
+    """A call begins. In a first run it keeps what `keep` gives, if it has to; what a repetition finds is returned."""
+    here = _here()
+    with _lock:
+        repetition = None if here.again is None else _repeat(caller, here)
+        if here.firsts:
+            what = keep() if repetition is None else repetition.kept
+            for key, reentrant in here.firsts:
+                _segments.setdefault(key, _Segment(reentrant)).calls.append(Kept(caller, learns, what))
+    return repetition
+
+
+def find(caller: int) -> Any:
+    """What the next call of `caller` in a repetition will find kept; None outside of one."""
+    here = _here()
+    segment = None if here.again is None else _segments.get(here.again)
     if segment is None:
         return None
-    if hook is None:
-        _refuse_several_reentrant(caller, segment)
+    rest = segment.calls[_position.get(here.hook, 0) if here.hook else 0 :]
+    return next((kept.what for kept in rest if kept.caller == caller), None)
+
+
+def _repeat(caller: int, here: _Here) -> Repetition:
+    segment = _segments.get(here.again)
+    if segment is None:
+        return Repetition(None, here.hook is None)
+    if here.hook is None:
+        _refuse_several(caller, segment)
         segment.repeated = True
-        return next((kept for called, kept in segment.calls if called == caller), None)
-    position = _position.get(hook, 0)
-    _position[hook] = position + 1
-    return segment.calls[position][1] if position < len(segment.calls) else None
+        return Repetition(next((kept.what for kept in segment.calls if kept.caller == caller), None), True)
+    position = _position.get(here.hook, 0)
+    _position[here.hook] = position + 1
+    if position >= len(segment.calls) or segment.calls[position].caller != caller:
+        raise RuntimeError(
+            "torch.utils.checkpoint: a segment calls its norms in another order when it is run again, so it is not "
+            "known which statistics they had: let the segment do the same each time"
+        )
+    return Repetition(segment.calls[position].what, False)
 
 
-def _refuse_several_reentrant(caller: int, segment: _Segment) -> None:
-    waiting = [each for each in _segments.values() if each is segment or not each.repeated]
-    calls = sum(called == caller for each in waiting for called, _ in each.calls)
+def _refuse_several(caller: int, segment: _Segment) -> None:
+    waiting = [s for s in list(_segments.values()) if s.reentrant and (s is segment or not s.repeated)]
+    calls = sum(kept.caller == caller and kept.learned for each in waiting for kept in each.calls)
     if calls > 1:
         for each in waiting:
             each.repeated = True
@@ -88,31 +126,37 @@ def _refuse_several_reentrant(caller: int, segment: _Segment) -> None:
         )
 
 
-def _segments_here() -> tuple[list[Any], Any, Any]:
-    """The segments that a call is in for the first time; the one that it repeats, if any, and the hook for that."""
-    firsts: list[Any] = []
+def _here() -> _Here:
+    firsts: list[tuple[Any, bool]] = []
     for pack in _packing_hooks():
         frame, again = _frame_of(pack)
         if again:
-            return firsts, frame, pack
+            return _Here(firsts, frame, pack)
         if frame is not None:
-            firsts.append(frame)
-    if _backward_pass() == -1 and torch.is_grad_enabled():
-        return firsts, None, None
-    caller = sys._getframe()
-    while caller is not None:
-        code = caller.f_code
+            firsts.append((frame, False))
+    if _backward_pass() == -1 and _grad_enabled():
+        return _Here(firsts)
+    reentrant = _reentrant()
+    return reentrant._replace(firsts=firsts + reentrant.firsts)
+
+
+def _reentrant() -> _Here:
+    """Reentrant segments, which are found on the stack."""
+    firsts: list[tuple[Any, bool]] = []
+    frame = sys._getframe()
+    while frame is not None:
+        code = frame.f_code
         if code is _REENTRANT_FIRST:
-            firsts.append(caller.f_locals["ctx"])
+            firsts.append((frame.f_locals["ctx"], True))
         elif code is _REENTRANT_AGAIN:
-            return firsts, caller.f_locals["ctx"], None
-        elif _top_hooks is None and code.co_filename == checkpoint.__file__ and _backward_pass() != -1:
+            return _Here(firsts, frame.f_locals["ctx"])
+        elif _top_hooks is None and code.co_name == "unpack_hook" and code.co_filename == checkpoint.__file__:
             raise RuntimeError(
                 f"torch {torch.__version__} does not tell which part of a network it runs again: "
                 "torch.utils.checkpoint with use_reentrant=False needs a newer torch"
             )
-        caller = caller.f_back  # type: ignore[assignment]
-    return firsts, None, None
+        frame = frame.f_back  # type: ignore[assignment]
+    return _Here(firsts)
 
 
 def _packing_hooks() -> list[Any]:

@@ -12,8 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from . import kernels, stream
-from .checkpointing import FIRST_RUN, kept_by_first_run, may_be_checkpointed
+from . import checkpointing, kernels, stream
 from .dispatch import back_through, compute_dtype, evaluate
 from .fused import as_laid_out, layout_of
 from .kernels import Layout
@@ -89,9 +88,10 @@ def _forward(
     rules, h1 = _rules(*settings), Stream(long, short, count, empty, pending)
     h2 = stream.new_stream(tuple(mean.shape), seen)  # not this operator's business
     state = State(h1, h2, mean, sigma, seen, loss_scale=torch.zeros_like(seen))
-    if may_be_checkpointed():
-        kept_state = kept_by_first_run(count.data_ptr(), lambda: stream.copied(state))
-        state = state if kept_state is FIRST_RUN else stream.copied(kept_state)
+    if checkpointing.may_be_checkpointed():
+        repetition = checkpointing.begin(count.data_ptr(), True, lambda: stream.copied(state))
+        if repetition is not None and repetition.kept is not None:
+            state = stream.copied(repetition.kept)
     if fused:
         if state.stats.pending:  # not by the kernels, which round otherwise; all processes of a group do it alike
             stream.write_stream(state.stats, stream.fold(state.stats, *rules.kappa[:2]))

@@ -17,7 +17,7 @@ from .rules import Rules, window_statistics
 from .stream import State, Stream
 
 WORLD = "world"
-_DIMENSIONS = 8  # at most, of a statistic
+_DIMENSIONS = 32  # at most, of a statistic
 
 
 class Share(NamedTuple):
@@ -26,7 +26,7 @@ class Share(NamedTuple):
     rules: Rules
     state: State  # earlier updates folded in, so that the window holds what came since
     seen_before: Tensor  # `seen` at the last merge
-    first: bool  # it was never merged: all then take over the long-term averages of the first process
+    asks: bool  # whether others know a spatial size that it may not know
 
 
 class SameGroup:
@@ -43,16 +43,21 @@ class SameGroup:
 
 
 def check_group(group: object) -> None:
-    known = group is None or group == WORLD
+    known = group is None or group == WORLD or _is_outside(group)
     if not known and not (dist.is_available() and isinstance(group, dist.ProcessGroup)):
         raise ValueError(
             f'process_group={group!r}: use "world" for all processes, a group of torch.distributed.new_group, or None'
         )
 
 
+def _is_outside(group: Any) -> bool:
+    """Whether this is what `new_group` gives to processes that are not in it."""
+    return dist.is_available() and type(group) is int and group == dist.GroupMember.NON_GROUP_MEMBER
+
+
 def members(group: Any) -> Any:
     """The group to merge over; None where there is nothing to merge with, such as outside of torch.distributed."""
-    if group is None or not (dist.is_available() and dist.is_initialized()):
+    if group is None or _is_outside(group) or not (dist.is_available() and dist.is_initialized()):
         return None
     group = dist.group.WORLD if group == WORLD else group
     return group if dist.get_world_size(group) > 1 else None
@@ -79,26 +84,26 @@ def merged(group: Any, shares: Sequence[Share], skipped: Tensor | None) -> list[
 
 
 def _numbers(share: Share, leads: bool) -> list[Tensor]:
-    """What is summed over the processes."""
+    """What is summed over the processes; the first one alone gives the past, which is the same in all of them.
+
+    That costs a few numbers, and mends it where a process has loaded another state than the rest.
+    """
     state = share.state
     windows = [part for h in _streams(state) for part in (h.count, h.count * h.short)]
-    numbers = [*windows, state.seen - share.seen_before]
-    if share.first:
-        start = [part for h in _streams(state) for part in (h.long, h.empty)]
-        numbers += [part * leads for part in (*start, share.seen_before)]
-    return numbers
+    past = [part for h in _streams(state) for part in (h.long, h.empty)]
+    return [*windows, state.seen - share.seen_before, *(part * leads for part in (*past, share.seen_before))]
 
 
 def _merged(share: Share, sums: Iterable[Tensor]) -> State:
     state, total = share.state, iter(sums)
     windows = [(next(total), next(total)) for _ in _streams(state)]
-    seen, before = next(total), share.seen_before
-    streams = _streams(state)
-    if share.first:
-        ahead = [replace(h, long=_like(next(total), h.long), empty=next(total).reshape(()) > 0) for h in streams]
-        streams, before = ahead, _like(next(total), before)
-    stats, grads = (_with_window(h, *window) for h, window in zip(streams, windows, strict=True))
-    state = replace(state, stats=stats, grads=grads, seen=before + _like(seen, before))
+    seen = next(total)
+    past = [
+        replace(h, long=_like(next(total), h.long), empty=next(total).reshape(()).to(h.long.device) > 0)
+        for h in _streams(state)
+    ]
+    stats, grads = (_with_window(h, *window) for h, window in zip(past, windows, strict=True))
+    state = replace(state, stats=stats, grads=grads, seen=_like(next(total) + seen, state.seen))
     s_hat = window_statistics(share.rules, state)
     there = stats.count > 0
     mean, sigma = torch.where(there, s_hat[0], state.mean), torch.where(there, s_hat[1], state.sigma)
@@ -128,24 +133,30 @@ def _unless(skipped: Tensor, share: Share, result: State) -> tuple[State, Tensor
 def _bind_alike(group: Any, shares: Sequence[Share]) -> list[Share]:
     """The shares, those bound to a spatial size that another process knows and this one, without a batch, does not.
 
-    One more message, and only while a layer whose statistics have a location has not been merged.
+    One more message, and only as long as a layer whose statistics have a location asks.
     """
-    asking = [i for i, share in enumerate(shares) if share.first and share.rules.statistic.ref.located]
+    asking = [i for i, share in enumerate(shares) if share.asks]
     if not asking:
         return list(shares)
-    shapes = torch.zeros(len(asking), _DIMENSIONS, dtype=torch.int64, device=shares[0].state.seen.device)
-    for row, i in zip(shapes, asking, strict=True):
+    unknown = torch.iinfo(torch.int64).min
+    # The largest and, negated, the smallest, so that all notice if they differ.
+    shapes = torch.full((2, len(asking), _DIMENSIONS), unknown, device=shares[0].state.seen.device)
+    for at, i in enumerate(asking):
         own = shares[i].state.mean
-        numbers = [len(own.shape) + 1, *own.shape] if own.numel() else [0]
-        row[: len(numbers)] = torch.tensor(numbers)
+        if own.numel():
+            numbers = torch.zeros(_DIMENSIONS, dtype=torch.int64)
+            numbers[: own.ndim + 1] = torch.tensor([own.ndim, *own.shape])
+            shapes[0, at], shapes[1, at] = numbers, -numbers
     dist.all_reduce(shapes, op=dist.ReduceOp.MAX, group=group)
     bound = list(shares)
-    for (length, *sizes), i in zip(shapes.tolist(), asking, strict=True):
-        state, shape = shares[i].state, tuple(sizes[: length - 1]) if length else (0,)
-        if state.mean.numel() and tuple(state.mean.shape) != shape:
+    for largest, smallest, i in zip(shapes[0].tolist(), (-shapes[1]).tolist(), asking, strict=True):
+        dims, *sizes = largest
+        if dims == unknown:
+            continue
+        if largest != smallest:
             raise RuntimeError(
-                f"this process has statistics of shape {tuple(state.mean.shape)}, another one {shape}: a reference "
-                "with a location needs the same spatial size in all processes"
+                f"a layer has statistics of shape {tuple(shares[i].state.mean.shape)} in this process and of another "
+                "one elsewhere: a reference with a location needs the same spatial size in all processes"
             )
-        bound[i] = shares[i]._replace(state=stream.bind(state, shape))
+        bound[i] = shares[i]._replace(state=stream.bind(shares[i].state, tuple(sizes[:dims])))
     return bound

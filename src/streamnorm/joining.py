@@ -14,7 +14,7 @@ from .updates import after_step, listeners_of
 class StreamJoin(Joinable):
     """Lets the streaming layers that an optimizer updates be trained under `Join`, one optimizer step per batch.
 
-        with Join([ddp_model, StreamJoin(optimizer)]):
+        with Join([ddp_model, StreamJoin(optimizer)]):  # in this order
             for batch in loader:  # of another length in each process
                 ...
 
@@ -26,20 +26,29 @@ class StreamJoin(Joinable):
         while not isinstance(optimizer, Optimizer) and hasattr(optimizer, "optimizer"):
             optimizer = optimizer.optimizer
         layers = [layer for layer in listeners_of(optimizer) if isinstance(layer, Stateful)]
-        groups = [group for layer in layers if (group := distributed.members(layer.process_group)) is not None]
-        if not groups:
+        merging = [(layer, distributed.members(layer.process_group)) for layer in layers]
+        found = next(((layer, group) for layer, group in merging if group is not None), None)
+        if found is None:
             raise ValueError(
                 "StreamJoin: the optimizer updates no streaming layer that merges over processes: give the layers "
                 'process_group="world", and call torch.distributed.init_process_group() first'
             )
-        self._optimizer, self._group, self._device = optimizer, groups[0], layers[0].state.seen.device
-        optimizer.register_step_pre_hook(self._notify)
+        self.optimizer, self._group, self._device = optimizer, found[1], found[0].state.seen.device
+        self._before_step: Any = None
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        self.leave()
+        self._before_step = self.optimizer.register_step_pre_hook(self._notify)
+        return _Shadow(self)
 
     def _notify(self, *step: Any) -> None:
         Join.notify_join_context(self)  # only heeded from the first of the joinables
 
-    def join_hook(self, **kwargs: Any) -> JoinHook:
-        return _Shadow(self._optimizer)
+    def leave(self) -> None:
+        """The context is over: torch would leave the notifications on."""
+        if self._before_step is not None:
+            self._before_step.remove()
+            self._before_step = None
 
     @property
     def join_device(self) -> torch.device:
@@ -51,8 +60,11 @@ class StreamJoin(Joinable):
 
 
 class _Shadow(JoinHook):
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.optimizer = optimizer
+    def __init__(self, joinable: StreamJoin) -> None:
+        self.joinable = joinable
 
     def main_hook(self) -> None:
-        after_step(self.optimizer)
+        after_step(self.joinable.optimizer)
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        self.joinable.leave()

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from . import checkpointing
 from .base import (
     BATCHNORM_KEYS,
     Device,
@@ -22,7 +23,6 @@ from .base import (
     reset_affine,
     statistics_like,
 )
-from .checkpointing import FIRST_RUN, kept_by_first_run, may_be_checkpointed
 from .dispatch import apply_ordinary, compute_dtype, evaluate
 from .moments import Center, all_finite, channelwise, fixed_center, measure, mini_batch_statistics
 from .normref import NormRef
@@ -132,17 +132,17 @@ class _RunningNorm(Norm):
     def normalize(self, x: Tensor, mask: Tensor | None, index: tuple[int, ...], learns: bool) -> Tensor:
         """`index`: which set of running estimates serves. `learns`: it is updated by this call, in training."""
         x, mask = self.enter(x, mask)
-        estimates = self.mean[index], self.sigma[index]
-        if not self.training:
+        estimates, training, learns = (self.mean[index], self.sigma[index]), self.training, learns and self.learns
+        if checkpointing.may_be_checkpointed():
+            keep = lambda: (training, tuple(estimate.clone() for estimate in estimates))  # noqa: E731
+            repetition = checkpointing.begin(id(self), learns, keep)
+            if repetition is not None and repetition.kept is not None:
+                learns, (training, estimates) = False, repetition.kept
+        if not training:
             return self.leave(evaluate(x, *self._shaped(estimates, x), self.weight, self.bias, mask))
         if transformed():
             center = self._center(estimates, x)
             return self.leave(apply_ordinary(x, self.weight, self.bias, mask, self.statistic, center))
-        learns = learns and not self._paused
-        if may_be_checkpointed():
-            kept = kept_by_first_run(id(self), lambda: tuple(estimate.clone() for estimate in estimates))
-            if kept is not FIRST_RUN:
-                learns, estimates = False, kept or estimates
         native = self.native(x, mask, self.mean)
         if native:
             y, mean, inverse = native

@@ -289,9 +289,9 @@ def _run_fused(
     gates: Gates, norms: list[StreamingNorm], products: Tensor, sizes: Sequence[int], start: Tensor, f: Any, back: bool
 ) -> tuple[Tensor, State]:
     begun, settings = [norm.begin_call() for norm in norms], cast(bytes, norms[0].fused_settings())
-    training = begun[0] is not None
-    states = [norm.state if state is None else state for norm, state in zip(norms, begun, strict=True)]
-    receivers = [norm.receive for norm in norms]
+    states = [each.state for each in begun]
+    receivers = [norm.receiver(each) for norm, each in zip(norms, begun, strict=True)]
+    training = begun[0].collects
     plan = SequencePlan(settings, gates.kind.gates, f is torch.relu, training, back, sizes, states, receivers)
     gains, biases = [norm.weight for norm in norms], [norm.bias for norm in norms]
     output, final = stream_sequence(products, start, gates.weight, gains, biases, plan)

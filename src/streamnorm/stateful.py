@@ -33,7 +33,7 @@ class Stateful(Norm, Listener):
     _version = 2
     _state: State
     seen_before: Tensor  # `seen` when the windows of all processes were last merged
-    _merged = False  # with other processes, ever
+    _sized = False  # all processes know the spatial size of statistics with a location
     _marked = False  # a weight update may be pending; spares calls that cannot have one the work of a fold
     _shared = False  # somebody may hold the tensors of the state: they are not written to any more
 
@@ -101,7 +101,13 @@ class Stateful(Norm, Listener):
     def reset_running_stats(self) -> None:
         """Forget everything: statistics, their gradients, and the spatial size that they are bound to."""
         self._state = stream.new_state(self.initial_shape(), self._state.seen)
-        self.seen_before = torch.zeros_like(self._state.seen)
+        self._forget_merges(None)
+
+    def _forget_merges(self, seen_before: Tensor | None) -> None:
+        """The state is another one: what was `seen` at the last merge, if there was one."""
+        seen = self._state.seen
+        self.seen_before = torch.zeros_like(seen) if seen_before is None else seen_before.detach().to(seen, copy=True)
+        self._sized = False
 
     def reset_gradients(self) -> None:
         """Forget the streamed gradients, for a new loss or a new scale of it."""
@@ -119,13 +125,13 @@ class Stateful(Norm, Listener):
         if group is None:
             return None
         state = folded(self.rules, self._settled())  # a process without a batch has not folded the last update yet
-        return group, Share(self.rules, state, self.seen_before, not self._merged)
+        return group, Share(self.rules, state, self.seen_before, self.ref.located and not self._sized)
 
     def _take(self, state: State, seen_before: Tensor) -> None:
         if state.mean.shape != self._state.mean.shape:
             self._state = stream.new_state(tuple(state.mean.shape), state.seen)
         stream.write(self._own(), state)
-        self.seen_before, self._merged = seen_before, bool(state.mean.numel())
+        self.seen_before, self._sized = seen_before, bool(state.mean.numel())
 
     def _mark_update(self, found_inf: Tensor | None) -> None:
         state = self._own()
@@ -151,7 +157,8 @@ class Stateful(Norm, Listener):
         return state | {"process_group": SameGroup(self.process_group)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state | {"process_group": state["process_group"].group})
+        group = state["process_group"]
+        super().__setstate__(state | {"process_group": group.group if isinstance(group, SameGroup) else group})
 
     def _apply(self, fn: Any, recurse: bool = True) -> "Stateful":
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -198,10 +205,11 @@ class Stateful(Norm, Listener):
         elif len(ours) < len(names):
             missing_keys.extend(prefix + name for name in names if name not in ours)
         else:
-            self._load_state(ours, prefix, local_metadata.get("assign_to_params_buffers", False), error_msgs)
-        self.seen_before = (self._state.seen if before is None else before).detach().to(self._state.seen, copy=True)
+            self._load_state(ours, prefix, local_metadata.get("assign_to_params_buffers", False), error_msgs, before)
 
-    def _load_state(self, loaded: dict[str, Tensor], prefix: str, assign: bool, error_msgs: list[str]) -> None:
+    def _load_state(
+        self, loaded: dict[str, Tensor], prefix: str, assign: bool, error_msgs: list[str], seen_before: Tensor | None
+    ) -> None:
         shape = loaded["mean"].shape
         template = stream.to_dict(stream.new_state(tuple(shape), self._state.seen))
         legal = self.can_hold(shape)
@@ -220,12 +228,14 @@ class Stateful(Norm, Listener):
                 }
             )
             self._marked = True
+            self._forget_merges(self._state.seen if seen_before is None else seen_before)
 
     def _load_batchnorm(self, statistics: tuple[Tensor, Tensor] | None, prefix: str, error_msgs: list[str]) -> None:
         """Start the streams from a trained `nn.BatchNorm`, without a warm-up; from nothing if it never saw data."""
         fresh = stream.new_state(self.initial_shape(), self._state.seen)
         if statistics is None:
             self._state = fresh
+            self._forget_merges(None)
             return
         both = torch.stack([value.detach().to(self.mean) for value in statistics])
         if both.shape[1:] != self.mean.shape or self.ref.located:
@@ -237,6 +247,7 @@ class Stateful(Norm, Listener):
         stats = replace(fresh.stats, long=both, short=both.clone(), empty=torch.zeros_like(fresh.stats.empty))
         mean, sigma = both[0].clone(), both[1].clone()
         self._state = replace(fresh, stats=stats, mean=mean, sigma=sigma, seen=fresh.seen + max(self.warmup, 1.0))
+        self._forget_merges(self._state.seen)
 
 
 def _reader(name: str) -> property:

@@ -91,7 +91,7 @@ def fold(stream: Stream, keep: float, take: float) -> Stream:
 
 def drop(stream: Stream, dropped: Tensor) -> Stream:
     """Forget the pushes since the last weight update where `dropped` is True."""
-    return replace(stream, count=stream.count * ~dropped)
+    return replace(stream, short=torch.where(dropped, stream.long, stream.short), count=stream.count * ~dropped)
 
 
 def layer_mean(mean: Tensor, present: Tensor | None) -> Tensor:

@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from . import kernels, stream
+from . import checkpointing, kernels, stream
 from .base import Device, is_number, numbers, outside_inference_mode
-from .checkpointing import FIRST_RUN, is_watched, kept_by_first_run, may_be_checkpointed
 from .compiled import stream_compiled
 from .dispatch import (
     apply,
@@ -21,7 +21,7 @@ from .dispatch import (
     is_vector,
 )
 from .distributed import check_group
-from .fused import LayerCall, stream_layer
+from .fused import LayerCall, Receiver, stream_layer
 from .kernels import state_record
 from .normref import NormRef
 from .rules import Call, Rules, folded, stream_gradients, stream_statistics
@@ -30,6 +30,18 @@ from .stream import State
 from .transforms import exported, is_rewritten
 
 NOTHING = (None, None, None)
+
+
+class Begun(NamedTuple):
+    """What a call begins with."""
+
+    state: State
+    collects: bool  # it takes statistics, and streams them into the state; else it is as in evaluation
+    folds: bool = False  # a weight update may be pending
+    grads_into: State | None = None  # if not into that of the layer as it is then
+
+    def copied(self) -> "Begun":
+        return self._replace(state=stream.copied(self.state))
 
 
 class StreamingNorm(Stateful):
@@ -100,7 +112,8 @@ class StreamingNorm(Stateful):
 
     @property
     def collects(self) -> bool:
-        return self.training and not self._paused
+        kept = checkpointing.find(id(self)) if checkpointing.in_backward() else None
+        return self.training and not self._paused if kept is None else kept.collects
 
     def forward(self, x: Tensor, mask: Tensor | None = None, step: int = 0) -> Tensor:
         compiling = torch.compiler.is_compiling()
@@ -110,25 +123,25 @@ class StreamingNorm(Stateful):
         x, mask = self.enter(x, mask)
         if compiling and self.collects:
             return self.leave(self._compiled(x, mask))
-        state = None if compiling else self.begin_call()
-        if state is None:
-            latest = self._state if compiling and not exported() else self._handed_out()
-            mean, sigma = self.view(latest.mean, latest.sigma, x)
+        begun = Begun(self._state if not exported() else self._handed_out(), False) if compiling else self.begin_call()
+        state = begun.state
+        if not begun.collects:
+            mean, sigma = self.view(state.mean, state.sigma, x)
             return self.leave(evaluate(x, mean, sigma, self.weight, self.bias, mask))
 
         real = state is self._state  # not a call that backward repeats
         layout, settings = fused_layout(x, mask), self.fused_settings()
         if layout and settings:
-            call = LayerCall(layout, settings, state_record(state), self.receive)
+            call = LayerCall(layout, settings, state_record(state), self.receiver(begun))
             if real and self.channel_dim == 1 and self._scaler is None:
                 self.__dict__["_known"] = x.shape, x.stride(), call
             return self.leave(stream_layer(x, self.weight, self.bias, call))
         rules = self.rules
         with outside_inference_mode(), torch.no_grad():
             before = stream.bind(state, self.statistic_shape(x))
-            before = folded(rules, before) if self._marked or not real else before
+            before = folded(rules, before) if begun.folds else before
             after, kept = stream_statistics(rules, before, x.to(compute_dtype(x, before.mean)), mask)
-        gradients = partial(self._stream_gradients, rules, kept)
+        gradients = partial(self._stream_gradients, rules, kept, begun.grads_into)
         y = apply(x, self.weight, self.bias, mask, kept.mean, kept.sigma, kept.own, self.statistic, gradients)
         if real:
             with outside_inference_mode(), torch.no_grad():
@@ -142,7 +155,7 @@ class StreamingNorm(Stateful):
         shape, stride, call = self.__dict__.get("_known", NOTHING)
         if type(x) is not Tensor or x.shape != shape or x.stride() != stride:
             return None
-        if not is_plain_float32(x) or not kernels.available() or is_watched() or is_rewritten():
+        if not is_plain_float32(x) or not kernels.available() or checkpointing.is_watched() or is_rewritten():
             return None
         own = self._parameters  # faster than attributes of a module
         weight, bias = own.get("weight"), own.get("bias")
@@ -174,11 +187,12 @@ class StreamingNorm(Stateful):
             self._state = stream.new_state(tuple(like.mean.shape), like.seen)
 
     def _stream_gradients(
-        self, rules: Rules, call: Call, grad_mean: Tensor, grad_sigma: Tensor
+        self, rules: Rules, call: Call, into: State | None, grad_mean: Tensor, grad_sigma: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """G for the backward pass of a call, into the state of the layer as it is then."""
-        self._backward_runs()
-        state = self._settled()
+        """G for the backward pass of a call, into the state of the layer as it is then, or into another."""
+        if into is None:
+            self._backward_runs()
+        state = self._settled() if into is None else into
         scale = None if self._scaler is None else state.loss_scale
         shape = self.ref.statistic_shape(self.num_features, tuple(grad_mean.shape[2:]))
         # After a reset between forward and backward there may be no stream of this shape any more: start one.
@@ -193,14 +207,19 @@ class StreamingNorm(Stateful):
     def rules(self) -> Rules:
         return Rules(self.statistic, self.alpha, self.beta, self.kappa, self.warmup)
 
-    def begin_call(self) -> State | None:
-        """What a call streams its statistics into; None if it takes none. A call that backward repeats gets a copy."""
-        if may_be_checkpointed():
-            kept = kept_by_first_run(id(self), lambda: stream.copied(self._settled()) if self.collects else None)
-            if kept is not FIRST_RUN:
-                return None if kept is None else stream.copied(kept)
+    def begin_call(self) -> Begun:
+        """What a call begins with. One that backward repeats begins as it did at first, on a copy."""
+        if checkpointing.may_be_checkpointed():
+            repetition = checkpointing.begin(id(self), self.collects, lambda: self._begin_call().copied())
+            if repetition is not None and repetition.kept is not None:
+                begun: Begun = repetition.kept.copied()
+                # Unless backward goes on through the repetition itself, gradients of it are for nobody.
+                return begun if repetition.reentrant else begun._replace(grads_into=begun.state)
+        return self._begin_call()
+
+    def _begin_call(self) -> Begun:
         if not self.collects:
-            return None
+            return Begun(self._handed_out(), False)
         self._forward_runs()
         state = self._settled()
         if self._marked and self.process_group is not None:
@@ -208,7 +227,15 @@ class StreamingNorm(Stateful):
             with outside_inference_mode(), torch.no_grad():
                 stream.write(state, folded(self.rules, state))
             self._marked = False
-        return state
+        return Begun(state, True, self._marked)
+
+    def receiver(self, begun: Begun) -> Receiver:
+        """Where the backward pass of a fused call streams its gradients."""
+        into = begun.grads_into
+        if into is None:
+            return self.receive
+        scale = 1.0 if self._scaler is None else float(into.loss_scale)
+        return lambda: (into, None, scale)
 
     def receive(self) -> tuple[State, bytes | None, float]:
         """What the backward pass of a fused call streams its gradients into: state, its record, scale of the loss."""
