@@ -551,3 +551,14 @@ def test_statistics_are_freed_after_backward():
     loss.backward()
     with pytest.raises(RuntimeError, match="second time"):
         y.grad_fn.saved_tensors  # noqa: B018
+
+
+def test_torchs_distributed_checkpoints_find_every_tensor():
+    """They look the entries of a state_dict up as attributes."""
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+
+    model, other = (nn.Sequential(nn.Linear(3, 4), StreamingNorm(4, process_group="world")) for _ in range(2))
+    model(torch.randn(5, 3)).sum().backward()
+    set_model_state_dict(other, get_model_state_dict(model))
+    for key, value in model.state_dict().items():
+        assert torch.equal(other.state_dict()[key], value), key
