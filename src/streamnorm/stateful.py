@@ -158,7 +158,9 @@ class Stateful(Norm, Listener):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         group = state["process_group"]
-        super().__setstate__(state | {"process_group": group.group if isinstance(group, SameGroup) else group})
+        group = group.group if isinstance(group, SameGroup) else group
+        before = torch.zeros_like(state["_state"].seen)  # of layers that were pickled by versions without merges
+        super().__setstate__({"seen_before": before} | state | {"process_group": group})
 
     def _apply(self, fn: Any, recurse: bool = True) -> "Stateful":
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
