@@ -16,7 +16,7 @@ def wait_for(condition, process):
 
 def workers_of(parent):
     """Processes that train for `parent`, by the table of processes; not the one that tracks their resources."""
-    listed = subprocess.run(["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True, check=True).stdout
+    listed = subprocess.run(["ps", "-ww", "-eo", "pid,ppid,args"], capture_output=True, text=True, check=True).stdout
     rows = [line.split(None, 2) for line in listed.splitlines()[1:]]
     return [int(pid) for pid, ppid, args in rows if int(ppid) == parent and "spawn_main" in args]
 
