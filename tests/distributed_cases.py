@@ -307,7 +307,10 @@ def groups(rank):
     x = torch.randn(4, 3, generator=torch.Generator().manual_seed(rank))
     norm(x), local(x)
     optimizer.step()
-    found = {"same": copies[0].process_group is both, "pickled": copies[1].process_group}
+    synchronized = nn.Sequential(nn.SyncBatchNorm(3, process_group=both))
+    converted = streamnorm.convert(synchronized, inplace=False, report=None)
+    copies.append(converted[0])
+    found = {"same": copies[0].process_group is copies[2].process_group is both, "pickled": copies[1].process_group}
     return found | {"state": snapshot(norm), "local": snapshot(local)}
 
 

@@ -291,3 +291,12 @@ def test_a_compiled_model():
     for a, b in zip(norms(model), norms(twin), strict=True):
         assert torch.equal(a.mean, b.mean)
     torch.testing.assert_close(compiled.eval()(loader[0]), twin.eval()(loader[0]))
+
+
+def test_merges_over_processes_know_the_new_count():
+    norm = StreamingNorm(3, process_group="world")
+    for _ in range(50):
+        norm(torch.randn(20, 3))
+    norm.seen_before = norm.seen.clone()
+    update_stats(norm, [torch.randn(2, 3) for _ in range(10)])
+    assert norm.seen_before == norm.seen

@@ -513,3 +513,49 @@ def test_models_without_memory_yet():
     quiet(model)
     assert model[1].weight.is_meta
     assert model[1].mean.is_meta
+
+
+@pytest.mark.parametrize("skip", ["b", "b.1", "a.1", lambda name, module: name == "b.1"])
+def test_a_shared_block_is_skipped_by_any_of_its_names(skip):
+    block = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    model = nn.ModuleDict({"a": block, "b": block})
+    convert(model, skip=skip, report=None)
+    assert type(model["a"][1]) is nn.BatchNorm1d
+
+
+def test_a_norm_that_stays_frozen_is_left_alone():
+    class Frozen(nn.BatchNorm1d):
+        def train(self, mode=True):
+            return super().train(False)
+
+    assert type(convert(nn.Sequential(Frozen(3)), report=None)[0]) is Frozen
+
+
+def test_a_function_as_norm_keeps_the_processes_together():
+    made = convert(nn.Sequential(nn.SyncBatchNorm(3)), lambda c, **k: StreamingNorm(c, **k), report=None)
+    assert made[0].process_group == "world"
+    made = convert(nn.Sequential(nn.SyncBatchNorm(3)), process_group=None, report=None)
+    assert made[0].process_group is None
+
+
+@pytest.mark.parametrize("norm", [StreamingNorm, GeneralBatchNorm])
+def test_a_copy_of_a_compiled_norm_is_its_own(norm):
+    layer = norm(3)
+    layer.compile(backend="eager")
+    twin = copy.deepcopy(layer)
+    before = copy.deepcopy(layer.state_dict())
+    twin(torch.randn(8, 3) + 5)
+    assert all(torch.equal(value, before[key]) for key, value in layer.state_dict().items())
+    assert not torch.equal(twin.mean, layer.mean)
+
+
+@pytest.mark.parametrize("norm", [StreamingNorm, GeneralBatchNorm])
+def test_a_batchnorm_is_loaded_into_what_has_no_memory_yet(norm):
+    """With assign=True, also where its statistics are in half precision: ours stay in float32."""
+    trained = nn.BatchNorm1d(3)
+    trained(torch.randn(8, 3) + 5)
+    layer = norm(3, device="meta")
+    layer.load_state_dict(trained.bfloat16().state_dict(), assign=True)
+    assert layer.mean.device.type == "cpu"
+    assert layer.mean.dtype == torch.float32
+    assert torch.allclose(layer.mean, trained.running_mean.float())

@@ -425,7 +425,7 @@ class Untraceable(nn.Module):
 
 
 def test_parts_of_what_cannot_be_traced_are_folded():
-    """Blocks inside it, and around it; but not its own neighbours, which nobody can see."""
+    """Blocks inside it, and around it; but not its own neighbours, or sequences that it may take apart."""
     inner = nn.Sequential(nn.Conv2d(3, 3, 1), StreamingNorm(3), nn.ReLU())
     model = nn.Sequential(
         nn.Conv2d(3, 3, 1),
@@ -440,7 +440,8 @@ def test_parts_of_what_cannot_be_traced_are_folded():
     new = fuse(model)
     assert not ours(new)
     folded = {name for name, m in new.named_modules() if isinstance(m, nn.Identity)}
-    assert folded == {"1", "2.parts.0.1", "2.parts.3.bn1", "2.parts.3.bn2", "4"}
+    assert folded == {"1", "2.parts.3.bn1", "2.parts.3.bn2", "4"}
+    assert isinstance(new[2].parts[0][1], nn.BatchNorm2d)
     assert isinstance(new[2].parts[2], nn.BatchNorm2d)
     same(new, model, x)
     assert isinstance(model[2].latest, torch.Tensor)  # tracing left nothing behind
@@ -531,3 +532,107 @@ def test_the_result_is_saved_and_exported(make):
     same(torch.load(file, weights_only=False), model, x)
     program = torch.export.export(new, (x,))
     assert torch.allclose(program.module()(x), new(x), atol=1e-6)
+
+
+class Rectified(StreamingNorm):
+    def forward(self, *args, **kwargs):
+        return super().forward(*args, **kwargs).relu()
+
+
+class Collecting(nn.Module):
+    """Takes its sequence apart, and cannot be traced."""
+
+    def __init__(self, *parts):
+        super().__init__()
+        self.body = nn.Sequential(*parts)
+
+    def forward(self, x):
+        found = []
+        for part in self.body:
+            x = part(x)
+            found.append(x.mean())
+        return x + torch.stack(found).sum() if float(x.detach().sum()) < 1e9 else x
+
+
+class Conditional(nn.Module):
+    def __init__(self, conv, norm):
+        super().__init__()
+        self.conv, self.norm = conv, norm
+
+    def forward(self, x, condition):
+        h = self.conv(x)
+        return h if condition is None else self.norm(h)
+
+
+def patched(conv, norm):
+    conv.forward = lambda x: nn.Conv2d.forward(conv, x) + 1
+    return nn.Sequential(conv, norm)
+
+
+def hooked(conv, norm):
+    inner = nn.Sequential(conv)
+    inner.register_forward_hook(lambda module, args, output: output + output.mean())
+    return nn.Sequential(inner, norm)
+
+
+@pytest.mark.parametrize(
+    ("build", "arguments"),
+    [
+        (lambda conv, norm: nn.Sequential(conv, Rectified(4)), ()),
+        (patched, ()),
+        (hooked, ()),
+        (Collecting, ()),
+        (lambda conv, norm: Collecting(nn.Sequential(conv), norm), ()),
+        (Conditional, (None,)),
+        (Conditional, (1,)),
+    ],
+)
+def test_what_is_used_otherwise_is_not_folded(build, arguments):
+    torch.manual_seed(0)
+    model = build(nn.Conv2d(3, 4, 1), StreamingNorm(4))
+    norm = next(m for m in model.modules() if isinstance(m, StreamingNorm))
+    norm(torch.randn(8, 4, 5, 5) * 3 + 1)
+    x = torch.randn(2, 3, 5, 5)
+    before = model.eval()(x, *arguments)
+    assert torch.allclose(fuse(model, report=None)(x, *arguments), before, atol=1e-5)
+
+
+def test_an_example_shows_what_tracing_did_not():
+    class Sly(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.norm = nn.Conv2d(3, 4, 1), StreamingNorm(4)
+
+        def forward(self, x):
+            h = self.conv(x)
+            return self.norm(h) + h if isinstance(x, torch.Tensor) else self.norm(h)
+
+    model, x = Sly(), torch.randn(8, 3, 5, 5)
+    model(x)
+    with pytest.raises(RuntimeError, match="something else for the example than before"):
+        fuse(model, example=x)
+    assert isinstance(to_batchnorm(model, example=x).norm, nn.BatchNorm2d)
+
+
+def test_a_norm_that_is_told_timesteps_becomes_one_that_takes_them():
+    class Loop(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = StreamingNorm(3)
+
+        def forward(self, x):
+            for step in range(3):
+                x = self.norm(x, step=step)
+            return x
+
+    model, x = Loop(), torch.randn(6, 3)
+    model(x)
+    same(to_batchnorm(model), model, x)
+
+
+def test_a_fresh_norm_is_fresh_on_the_way_back():
+    model = nn.Sequential(StreamingNorm(3))
+    model.eval()(torch.randn(4, 3))
+    back = convert(to_batchnorm(model))
+    assert back[0].state.stats.empty
+    assert back[0].state.seen == 0

@@ -219,7 +219,7 @@ def test_what_a_layer_went_through():
     norm.weights_updated()
     assert notes() == []
     model(torch.full((2, 3), math.nan))
-    assert notes() == ["no finite call since the update"]
+    assert notes() == ["no finite call in this window"]
     model(torch.randn(2, 3))
     assert notes() == []
     other = nn.Sequential(nn.Linear(3, 4), StreamingNorm(4, affine=False))
@@ -280,3 +280,11 @@ def test_the_lab_logs_the_same_drift():
     layers = [module for module in model.modules() if isinstance(module, StreamingNorm)]
     drifts = [float((norm.stats.short[1] / norm.stats.long[1] - 1).abs().max()) for norm in layers]
     assert lab_health(model, 0.0)["drift"] == max(drifts)
+
+
+def test_a_layer_that_was_given_statistics_has_not_heard_of_an_update():
+    trained = nn.BatchNorm1d(4, affine=False)
+    trained(torch.randn(8, 4))
+    model = streamnorm.convert(nn.Sequential(trained), report=None)
+    model(torch.randn(8, 4))
+    assert monitor(model)["0"].notes == ["no update heard of yet"]

@@ -152,6 +152,7 @@ class _Collector:
         after = replace(bound, stats=stats, mean=found.mean, sigma=found.sigma, seen=seen)
         norm._bind(after)
         stream.write(norm._own(), after)
+        norm._forget_merges(norm.state.seen)
 
     def _before_call(self, norm: Any, args: Any, kwargs: Any) -> None:
         x, mask, step = _arguments(*args, **kwargs)

@@ -119,9 +119,16 @@ class Norm(nn.Module):
             )
 
     def remember(self, dims: int) -> None:
-        """Note how many dimensions inputs have (0: there was a mask), which decides what can stand for the layer."""
+        """Note how many dimensions inputs have, which decides what can stand for the layer.
+
+        0: there was a mask or a timestep, as only norms of ours take them.
+        """
         if dims not in self._dims:  # attributes of modules are slow to set
             self._dims |= {dims}
+
+    def remember_step(self, step: int) -> None:
+        if step and not torch.compiler.is_compiling():
+            self.remember(0)
 
     def leave(self, y: Tensor) -> Tensor:
         """Undo the change of layout of `enter`."""

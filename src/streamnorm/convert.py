@@ -12,6 +12,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from .base import Norm, is_number
+from .distributed import WORLD
 from .layers import GeneralBatchNorm, TimeSpecificNorm
 from .streaming import StreamingNorm
 from .swap import Place, Places, Report, find_places, is_compiled, names_of, opened, returned, say, swap, title
@@ -102,6 +103,8 @@ def _why_not(old: nn.Module, places: list[Place], skipped: set[nn.Module]) -> st
         return "it was compiled by itself: convert before torch.compile"
     if type(old).forward not in FORWARDS or "forward" in vars(old):
         return "its class computes something else than torch's, by a forward of its own"
+    if type(old).train is not nn.Module.train:
+        return "its class decides by itself when it trains, by a train() of its own"
     if old._modules or set(old._parameters) - {"weight", "bias"}:
         return "its gain or bias is computed from other parameters (parametrized, pruned)"
     if isinstance(old, nn.LayerNorm) and len(old.normalized_shape) > 1:
@@ -123,11 +126,11 @@ def _made(old: nn.Module, norm: Callable[..., nn.Module], settings: Any, like: T
     kind = norm if isinstance(norm, type) else object
     if issubclass(kind, GeneralBatchNorm | TimeSpecificNorm) and is_number(getattr(old, "momentum", None)):
         given["momentum"] = old.momentum
-    if issubclass(kind, StreamingNorm) and isinstance(old, nn.SyncBatchNorm):
-        given["process_group"] = old.process_group or "world"
     new = norm(_features(old), **(given | settings))
     if not isinstance(new, nn.Module):
         raise TypeError(f"norm made {type(new).__name__}: it must make an nn.Module")
+    if isinstance(new, StreamingNorm) and isinstance(old, nn.SyncBatchNorm) and "process_group" not in settings:
+        new.process_group = new.process_group or old.process_group or WORLD
     _keep_parameters(old, new)
     if not isinstance(new, Norm):
         return new, ""

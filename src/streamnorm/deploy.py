@@ -94,10 +94,12 @@ def to_batchnorm(model: Model, *, example: Any = None, inplace: bool = False, re
     return cast(Model, returned(model, root, changed, inplace))
 
 
-def run_example(model: nn.Module, example: Any) -> None:
-    if example is not None:
-        with evaluating(model):
-            model(*example) if isinstance(example, tuple) else model(example)
+def run_example(model: nn.Module, example: Any) -> Any:
+    """What the model gives for an example in evaluation; None if there is none."""
+    if example is None:
+        return None
+    with evaluating(model):
+        return model(*example) if isinstance(example, tuple) else model(example)
 
 
 def deployed(model: nn.Module, places: Places) -> tuple[dict[nn.Module, nn.Module], dict[nn.Module, str]]:
@@ -134,7 +136,10 @@ def _made(norm: Norm, recurrent: bool) -> tuple[nn.Module, str]:
         return fixed, " (for any number of dimensions: pass example= for an nn.BatchNorm)"
     kinds = {BATCHNORMS.get(dims) for dims in norm._dims}  # None where no batch norm serves: a mask, many dimensions
     kind = kinds.pop()
-    return (fixed, "") if kinds or kind is None else (_batchnorm(norm, kind), "")
+    variance = statistics(norm)[1].square()
+    if kinds or kind is None or not bool(((variance > 0) & variance.isfinite()).all()):
+        return fixed, ""
+    return _batchnorm(norm, kind), ""
 
 
 def statistics(norm: Norm) -> tuple[Tensor, Tensor]:
@@ -176,9 +181,10 @@ def _batchnorm(norm: Norm, kind: type[BatchNorm]) -> BatchNorm:
             kept = norm._parameters.get(name) if value.dtype == sigma.dtype else None
             fresh = nn.Parameter(value.detach().to(sigma.dtype, copy=True), value.requires_grad)
             setattr(new, name, fresh if kept is None else kept)
+    if isinstance(norm, StreamingNorm) and float(norm.state.seen) == 0:
+        return new  # as fresh, so that it is known for such
     with torch.no_grad():
         new.get_buffer("running_mean").copy_(mean)
         new.get_buffer("running_var").copy_(variance - eps)
-        fresh_still = isinstance(norm, StreamingNorm) and float(norm.state.seen) == 0
-        new.get_buffer("num_batches_tracked").fill_(0 if fresh_still else 1)
+        new.get_buffer("num_batches_tracked").fill_(1)
     return new

@@ -91,7 +91,11 @@ def _numbers(share: Share, leads: bool) -> list[Tensor]:
     state = share.state
     windows = [part for h in _streams(state) for part in (h.count, h.count * h.short)]
     past = [part for h in _streams(state) for part in (h.long, h.empty)]
-    return [*windows, state.seen - share.seen_before, *(part * leads for part in (*past, share.seen_before))]
+    return [
+        *windows,
+        (state.seen - share.seen_before).clamp(min=0),
+        *(part * leads for part in (*past, share.seen_before)),
+    ]
 
 
 def _merged(share: Share, sums: Iterable[Tensor]) -> State:

@@ -40,11 +40,13 @@ def fuse(model: Model, *, example: Any = None, inplace: bool = False, report: Re
     1: StreamingNorm(8) folded into 0
     """
     root = opened(model, "fuse", inplace)
-    run_example(root, example)
+    before = run_example(root, example)
     places = find_places(root)
     replacements, lines = deployed(root, places)
     folded: dict[nn.Module, dict[str, nn.Parameter]] = {}
     for layer, norm in _pairs(root, places).items():
+        if norm not in replacements:  # it computes something else
+            continue
         folded[layer] = _folded(layer, norm)
         replacements[norm] = nn.Identity()
         lines[norm] = f"{names_of(places[norm])}: {title(norm)} folded into {names_of(places[layer])}"
@@ -52,8 +54,26 @@ def fuse(model: Model, *, example: Any = None, inplace: bool = False, report: Re
     for layer, parameters in folded.items():
         for name, parameter in parameters.items():
             setattr(layer, name, parameter)
+    if not _is_close(before, run_example(changed, example)):
+        raise RuntimeError(
+            "fuse: the model gives something else for the example than before, so it uses a folded layer in a way that "
+            "tracing did not see: use to_batchnorm" + (", and load the weights again" if inplace else "")
+        )
     say(report, list(lines.values()), root)
     return cast(Model, returned(model, root, changed, inplace))
+
+
+def _is_close(before: Any, after: Any) -> bool:
+    """Whether two results are the same but for rounding, as far as they are tensors."""
+    if isinstance(before, Tensor):
+        scale = float(before.detach().abs().max()) if before.numel() else 0.0
+        same_shape = before.shape == after.shape
+        return same_shape and before.allclose(after.to(before.dtype), rtol=1e-3, atol=1e-3 * scale, equal_nan=True)
+    if isinstance(before, dict):
+        return all(_is_close(value, after[key]) for key, value in before.items())
+    if isinstance(before, tuple | list):
+        return all(map(_is_close, before, after))
+    return True
 
 
 def _folded(layer: nn.Module, norm: Norm) -> dict[str, nn.Parameter]:
@@ -89,14 +109,22 @@ def _pairs(model: nn.Module, places: Places) -> dict[nn.Module, Norm]:
         if isinstance(norm, Norm) and len(known) == 1 and partners[norm] == {layer} and _fits(layer, norm):
             # What a module holds whose forward could not be traced may have uses that nobody saw.
             holders = {place.parent for place in (*places[layer], *places[norm])}
-            if holders.isdisjoint(opaque):
+            if holders.isdisjoint(opaque) and not _is_heard_between(model, layer, norm):
                 pairs[layer] = norm
     return pairs
 
 
+def _is_heard_between(model: nn.Module, layer: nn.Module, norm: Norm) -> bool:
+    """Whether a hook sees what the layer gives and the norm takes: on a module that holds only one of them."""
+    hooked = [m for m in model.modules() if any(getattr(m, hooks) for hooks in HOOKS)]
+    return any((layer in inside) != (norm in inside) for inside in (set(m.modules()) for m in hooked))
+
+
 def _fits(layer: nn.Module, norm: Norm) -> bool:
     """Whether the norm is one factor and one summand for each output channel of the layer, and nothing listens in."""
-    if type(layer) not in LAYERS or norm.stored is None or norm.ref.located or isinstance(norm, TimeSpecificNorm):
+    if type(layer) not in LAYERS or "forward" in vars(layer):
+        return False
+    if norm.stored is None or norm.ref.located or isinstance(norm, TimeSpecificNorm):
         return False
     if any(getattr(module, hooks) for module in (layer, norm) for hooks in HOOKS):
         return False
@@ -148,15 +176,26 @@ def _graphs(module: nn.Module, opaque: set[nn.Module]) -> Iterator[tuple[nn.Modu
     for graph in traced or []:
         yield module, graph
     if traced is None and not isinstance(module, CONTAINERS):
-        opaque |= {module, *(child for child in module.children() if isinstance(child, CONTAINERS))}
+        opaque |= {module, *_reached_into(module)}
+
+
+def _reached_into(module: nn.Module) -> Iterator[nn.Module]:
+    """What a forward that nobody saw may take apart: lists, and sequences, whose parts it may call one by one."""
+    for child in module.children():
+        if isinstance(child, (*CONTAINERS, nn.Sequential)):
+            yield child
+            yield from _reached_into(child)
 
 
 def _trace(module: nn.Module, opaque: set[nn.Module]) -> list[fx.Graph] | None:
     """Graphs of the module's forward, with each optional argument given and not given; None if it cannot be traced."""
     if isinstance(module, (*CONTAINERS, *LEAVES)) or "forward" in vars(module):
         return None
-    arguments = signature(module.forward).parameters.values()
-    optional = {argument.name: argument.default for argument in arguments if argument.default is not Parameter.empty}
+    arguments = list(signature(module.forward).parameters.values())
+    # Of those without a default, all but the input may be None.
+    missing = {argument.name: None for argument in arguments[1:] if argument.kind is Parameter.POSITIONAL_OR_KEYWORD}
+    given = {argument.name: argument.default for argument in arguments if argument.default is not Parameter.empty}
+    optional = missing | given
     if len(optional) > MOST_OPTIONAL:
         return None
     choices = [(True, False) if isinstance(default, bool) else (default, GIVEN) for default in optional.values()]

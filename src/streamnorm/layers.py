@@ -197,6 +197,7 @@ class _RunningNorm(Norm):
             given = {k: v for k, v in given.items() if k.removeprefix(prefix) not in BATCHNORM_KEYS}
             initial = self.mean.new_zeros(self.mean.shape), self.sigma.new_ones(self.sigma.shape)
             given |= zip(names, batchnorm_statistics(state_dict, prefix, self.eps) or initial, strict=True)
+        given |= {name: given[name].to(self.mean.dtype) for name in names if name in given}
         shapes = {tuple(given[name].shape) for name in names if name in given}
         shape = torch.Size(next(iter(shapes), ()))
         whole = len(shapes) == 1 and all(name in given for name in names)
@@ -251,6 +252,7 @@ class GeneralBatchNorm(_RunningNorm):
         )
 
     def forward(self, x: Tensor, mask: Tensor | None = None, step: int = 0) -> Tensor:
+        self.remember_step(step)
         return self.normalize(x, mask, (), learns=True)
 
     def extra_repr(self) -> str:

@@ -71,7 +71,7 @@ class LayerHealth:
             f"{self.dead} of {self.channels} dead": self.dead,
             f"{self.exploding} of {self.channels} exploding": self.exploding,
             "no update heard of yet": never and self.calls,
-            "no finite call since the update": self.heard and not self.calls,
+            "no finite call in this window": self.heard and not self.calls,
         }
         return [words for words, applies in said.items() if applies]
 
@@ -191,7 +191,8 @@ def _numbers_of(state: State, like: StreamingNorm, channels: Tensor) -> Tensor:
     """What the `LayerHealth` of each layer is made of, a row for each."""
     stats, grads, sigma = state.stats, state.grads, state.sigma[:, 0]
     w = (state.seen / like.warmup).clamp(max=1) if like.warmup else torch.ones_like(state.seen)
-    about = torch.cat([w, stats.count, ~stats.empty | stats.pending], 1)[:, :, 0]
+    # A long-term average may have been loaded; gradients are folded by nothing but updates.
+    about = torch.cat([w, stats.count, ~grads.empty | stats.pending], 1)[:, :, 0]
     if not sigma.numel():
         return torch.cat([about, about.new_zeros(len(about), 4), about.new_full((len(about), 6), math.nan)], 1)
     # g_hat of a call whose own gradient is the average of the window; exact with one batch per update.

@@ -202,12 +202,13 @@ class Stateful(Norm, Listener):
             k: v for k, v in state_dict.items() if k.removeprefix(prefix) not in (*names, *foreign, "seen_before")
         }
         super()._load_from_state_dict(others, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        assign = local_metadata.get("assign_to_params_buffers", False)
         if foreign:
-            self._load_batchnorm(batchnorm_statistics(state_dict, prefix, self.eps), prefix, error_msgs)
+            self._load_batchnorm(batchnorm_statistics(state_dict, prefix, self.eps), prefix, error_msgs, assign)
         elif len(ours) < len(names):
             missing_keys.extend(prefix + name for name in names if name not in ours)
         else:
-            self._load_state(ours, prefix, local_metadata.get("assign_to_params_buffers", False), error_msgs, before)
+            self._load_state(ours, prefix, assign, error_msgs, before)
 
     def _load_state(
         self, loaded: dict[str, Tensor], prefix: str, assign: bool, error_msgs: list[str], seen_before: Tensor | None
@@ -232,14 +233,19 @@ class Stateful(Norm, Listener):
             self._marked = True
             self._forget_merges(self._state.seen if seen_before is None else seen_before)
 
-    def _load_batchnorm(self, statistics: tuple[Tensor, Tensor] | None, prefix: str, error_msgs: list[str]) -> None:
+    def _load_batchnorm(
+        self, statistics: tuple[Tensor, Tensor] | None, prefix: str, error_msgs: list[str], assign: bool
+    ) -> None:
         """Start the streams from a trained `nn.BatchNorm`, without a warm-up; from nothing if it never saw data."""
-        fresh = stream.new_state(self.initial_shape(), self._state.seen)
+        like = self._state.seen
+        if assign and statistics is not None:
+            like = torch.empty_like(like, device=statistics[0].device)
+        fresh = stream.new_state(self.initial_shape(), like)
         if statistics is None:
             self._state = fresh
             self._forget_merges(None)
             return
-        both = torch.stack([value.detach().to(self.mean) for value in statistics])
+        both = torch.stack([value.detach().to(like) for value in statistics])
         if both.shape[1:] != self.mean.shape or self.ref.located:
             error_msgs.append(
                 f"{prefix}running_mean of shape {tuple(both.shape[1:])} is per channel, the statistics of {self.ref} "

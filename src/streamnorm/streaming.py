@@ -116,6 +116,7 @@ class StreamingNorm(Stateful):
         return self.training and not self._paused if kept is None else kept.collects
 
     def forward(self, x: Tensor, mask: Tensor | None = None, step: int = 0) -> Tensor:
+        self.remember_step(step)
         compiling = torch.compiler.is_compiling()
         again = None if compiling or mask is not None else self._as_before(x)
         if again is not None:

@@ -54,7 +54,10 @@ def opened(model: nn.Module, caller: str, inplace: bool) -> nn.Module:
             which = f"its {name}" if name else "it"
             raise ValueError(f"{caller}: cannot change this model, {which} is a {kind}: {REFUSED[kind]}")
     model = getattr(model, "_orig_mod", model)
-    return model if inplace else copy.deepcopy(model)
+    if inplace:
+        return model
+    groups = [getattr(module, "process_group", None) for module in model.modules()]
+    return copy.deepcopy(model, {id(group): group for group in groups if group is not None})
 
 
 def returned(model: nn.Module, root: nn.Module, changed: nn.Module, inplace: bool) -> nn.Module:
@@ -66,7 +69,7 @@ def find_places(model: nn.Module) -> Places:
     """Every module of the model, once, and all the places in which it stands."""
     found: Places = {module: [] for module in model.modules()}
     found[model].append(Place(None, "", ""))
-    for name, parent in model.named_modules():
+    for name, parent in model.named_modules(remove_duplicate=False):  # a shared module has several names
         for key, child in parent._modules.items():
             if child is not None:
                 found[child].append(Place(parent, key, f"{name}.{key}" if name else key))

@@ -92,8 +92,9 @@ class Listener(nn.Module):
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy is attached to nothing.
-        return {key: value for key, value in self.__dict__.items() if key != "_scalers"}
+        # A copy is attached to nothing, and compiled by nobody: the latter is torch's to drop.
+        state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
+        return {key: value for key, value in state.items() if key != "_scalers"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
