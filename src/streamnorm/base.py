@@ -126,8 +126,9 @@ class Norm(nn.Module):
         if dims not in self._dims:  # attributes of modules are slow to set
             self._dims |= {dims}
 
-    def remember_step(self, step: int) -> None:
-        if step and not torch.compiler.is_compiling():
+    def remember_step(self) -> None:
+        """The same for a call that was given a timestep."""
+        if not torch.compiler.is_compiling():
             self.remember(0)
 
     def leave(self, y: Tensor) -> Tensor:

@@ -35,7 +35,7 @@ class Kept(NamedTuple):
 class Repetition(NamedTuple):
     """A call that is run again."""
 
-    kept: Any  # `what` of the first run; None if that is not known
+    kept: Any  # `what` of the first run
     reentrant: bool  # its graph is the one that backward goes through; else that of the first run is
 
 
@@ -75,15 +75,16 @@ def in_backward() -> bool:
 
 
 def begin(caller: int, learns: bool, keep: Callable[[], Any]) -> Repetition | None:
-    """A call begins. In a first run it keeps what `keep` gives, if it has to; what a repetition finds is returned."""
+    """A call begins. In a first run it keeps what `keep` gives, if it has to; a repetition gets that."""
+    if not may_be_checkpointed():
+        return None
     here = _here()
     with _lock:
-        repetition = None if here.again is None else _repeat(caller, here)
-        if here.firsts:
-            what = keep() if repetition is None else repetition.kept
-            for key, reentrant in here.firsts:
-                _segments.setdefault(key, _Segment(reentrant)).calls.append(Kept(caller, learns, what))
-    return repetition
+        again = here.again is not None
+        kept = _repeat(caller, here) if again else keep() if here.firsts else None
+        for key, reentrant in here.firsts:
+            _segments.setdefault(key, _Segment(reentrant)).calls.append(Kept(caller, learns, kept))
+    return Repetition(kept, here.hook is None) if again and kept is not None else None
 
 
 def find(caller: int) -> Any:
@@ -96,14 +97,15 @@ def find(caller: int) -> Any:
     return next((kept.what for kept in rest if kept.caller == caller), None)
 
 
-def _repeat(caller: int, here: _Here) -> Repetition:
+def _repeat(caller: int, here: _Here) -> Any:
+    """What the first run of the call kept; None if that is not known."""
     segment = _segments.get(here.again)
     if segment is None:
-        return Repetition(None, here.hook is None)
+        return None
     if here.hook is None:
         _refuse_several(caller, segment)
         segment.repeated = True
-        return Repetition(next((kept.what for kept in segment.calls if kept.caller == caller), None), True)
+        return next((kept.what for kept in segment.calls if kept.caller == caller), None)
     position = _position.get(here.hook, 0)
     _position[here.hook] = position + 1
     if position >= len(segment.calls) or segment.calls[position].caller != caller:
@@ -111,7 +113,7 @@ def _repeat(caller: int, here: _Here) -> Repetition:
             "torch.utils.checkpoint: a segment calls its norms in another order when it is run again, so it is not "
             "known which statistics they had: let the segment do the same each time"
         )
-    return Repetition(segment.calls[position].what, False)
+    return segment.calls[position].what
 
 
 def _refuse_several(caller: int, segment: _Segment) -> None:

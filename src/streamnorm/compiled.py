@@ -6,6 +6,7 @@ operator, because a tensor that both passes wrote to could not serve two calls b
 """
 
 from dataclasses import replace
+from functools import partial
 from math import prod
 from typing import Any, cast
 
@@ -88,10 +89,9 @@ def _forward(
     rules, h1 = _rules(*settings), Stream(long, short, count, empty, pending)
     h2 = stream.new_stream(tuple(mean.shape), seen)  # not this operator's business
     state = State(h1, h2, mean, sigma, seen, loss_scale=torch.zeros_like(seen))
-    if checkpointing.may_be_checkpointed():
-        repetition = checkpointing.begin(count.data_ptr(), True, lambda: stream.copied(state))
-        if repetition is not None and repetition.kept is not None:
-            state = stream.copied(repetition.kept)
+    repetition = checkpointing.begin(count.data_ptr(), True, partial(stream.copied, state))
+    if repetition is not None:
+        state = stream.copied(repetition.kept)
     if fused:
         if state.stats.pending:  # not by the kernels, which round otherwise; all processes of a group do it alike
             stream.write_stream(state.stats, stream.fold(state.stats, *rules.kappa[:2]))

@@ -98,6 +98,7 @@ def _pairs(model: nn.Module, places: Places) -> dict[nn.Module, Norm]:
     """The layers into which a norm can be folded: in all that is known of the model, one feeds the other alone."""
     partners: dict[nn.Module, set[nn.Module | None]] = defaultdict(set)  # None: a use that is no such pair
     uses, opaque = _traced_uses(model)
+    hooked = [set(m.modules()) for m in model.modules() if any(getattr(m, hooks) for hooks in HOOKS)]
     for layer, norm in uses:
         if layer is not None:
             partners[layer].add(norm)
@@ -109,24 +110,18 @@ def _pairs(model: nn.Module, places: Places) -> dict[nn.Module, Norm]:
         if isinstance(norm, Norm) and len(known) == 1 and partners[norm] == {layer} and _fits(layer, norm):
             # What a module holds whose forward could not be traced may have uses that nobody saw.
             holders = {place.parent for place in (*places[layer], *places[norm])}
-            if holders.isdisjoint(opaque) and not _is_heard_between(model, layer, norm):
+            # A hook on what holds only one of the two, or is one of them, sees what goes from one to the other.
+            heard = any((layer in inside) != (norm in inside) for inside in hooked)
+            if holders.isdisjoint(opaque) and not heard:
                 pairs[layer] = norm
     return pairs
 
 
-def _is_heard_between(model: nn.Module, layer: nn.Module, norm: Norm) -> bool:
-    """Whether a hook sees what the layer gives and the norm takes: on a module that holds only one of them."""
-    hooked = [m for m in model.modules() if any(getattr(m, hooks) for hooks in HOOKS)]
-    return any((layer in inside) != (norm in inside) for inside in (set(m.modules()) for m in hooked))
-
-
 def _fits(layer: nn.Module, norm: Norm) -> bool:
-    """Whether the norm is one factor and one summand for each output channel of the layer, and nothing listens in."""
+    """Whether the norm is one factor and one summand for each output channel of the layer."""
     if type(layer) not in LAYERS or "forward" in vars(layer):
         return False
     if norm.stored is None or norm.ref.located or isinstance(norm, TimeSpecificNorm):
-        return False
-    if any(getattr(module, hooks) for module in (layer, norm) for hooks in HOOKS):
         return False
     if isinstance(layer, nn.Linear):  # whose channels come last
         last = norm.channel_dim == -1 or norm._dims - {1} == {2}

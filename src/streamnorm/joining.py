@@ -4,11 +4,10 @@ from typing import Any
 
 import torch
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
-from torch.optim.optimizer import Optimizer
 
 from . import distributed
 from .stateful import Stateful
-from .updates import after_step, listeners_of
+from .updates import after_step, listeners_of, unwrapped
 
 
 class StreamJoin(Joinable):
@@ -23,8 +22,7 @@ class StreamJoin(Joinable):
 
     def __init__(self, optimizer: Any) -> None:
         super().__init__()
-        while not isinstance(optimizer, Optimizer) and hasattr(optimizer, "optimizer"):
-            optimizer = optimizer.optimizer
+        optimizer = unwrapped(optimizer)
         layers = [layer for layer in listeners_of(optimizer) if isinstance(layer, Stateful)]
         merging = [(layer, distributed.members(layer.process_group)) for layer in layers]
         found = next(((layer, group) for layer, group in merging if group is not None), None)

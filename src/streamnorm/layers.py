@@ -133,11 +133,9 @@ class _RunningNorm(Norm):
         """`index`: which set of running estimates serves. `learns`: it is updated by this call, in training."""
         x, mask = self.enter(x, mask)
         estimates, training, learns = (self.mean[index], self.sigma[index]), self.training, learns and self.learns
-        if checkpointing.may_be_checkpointed():
-            keep = lambda: (training, tuple(estimate.clone() for estimate in estimates))  # noqa: E731
-            repetition = checkpointing.begin(id(self), learns, keep)
-            if repetition is not None and repetition.kept is not None:
-                learns, (training, estimates) = False, repetition.kept
+        repetition = checkpointing.begin(id(self), learns, lambda: (self.training, tuple(e.clone() for e in estimates)))
+        if repetition is not None:
+            learns, (training, estimates) = False, repetition.kept
         if not training:
             return self.leave(evaluate(x, *self._shaped(estimates, x), self.weight, self.bias, mask))
         if transformed():
@@ -252,7 +250,8 @@ class GeneralBatchNorm(_RunningNorm):
         )
 
     def forward(self, x: Tensor, mask: Tensor | None = None, step: int = 0) -> Tensor:
-        self.remember_step(step)
+        if step:
+            self.remember_step()
         return self.normalize(x, mask, (), learns=True)
 
     def extra_repr(self) -> str:

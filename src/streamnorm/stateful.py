@@ -22,12 +22,13 @@ from .rules import Rules, folded
 from .stream import State, Stream
 from .updates import Listener, loss_scale
 
-NAMES = frozenset([f"{name}_{part}" for name in stream.STREAMS for part in stream.PARTS] + list(stream.NUMBERS))
-
 
 class Stateful(Norm, Listener):
     """Base of StreamingNorm. The state is written in place, except that what was handed out never changes."""
 
+    alpha: tuple[float, ...]
+    beta: tuple[float, ...]
+    kappa: tuple[float, ...]
     warmup: float
     process_group: Any = None
     _version = 2
@@ -39,11 +40,11 @@ class Stateful(Norm, Listener):
 
     def _begin(self, device: Device, dtype: torch.dtype | None) -> None:
         self._state = stream.new_state(self.initial_shape(), statistics_like(device, dtype))
-        self.seen_before = torch.zeros_like(self._state.seen)
+        self._forget_merges(None)
 
     def __setattr__(self, name: str, value: Any) -> None:
         self.__dict__.pop("_known", None)  # how the last call was served: something is new now
-        if name in NAMES and isinstance(value, Tensor):
+        if name in stream.NAMES and isinstance(value, Tensor):
             self._set_tensor(name, value)
         else:
             super().__setattr__(name, value)
@@ -118,7 +119,7 @@ class Stateful(Norm, Listener):
     @property
     def rules(self) -> Rules:
         """The settings by which statistics and gradients are streamed."""
-        raise NotImplementedError
+        return Rules(self.statistic, self.alpha, self.beta, self.kappa, self.warmup)
 
     def _share(self) -> tuple[Any, Share] | None:
         group = distributed.members(self.process_group)
@@ -263,5 +264,5 @@ def _reader(name: str) -> property:
 
 
 # Every tensor of the state can be read under its name in the state_dict too: `layer.stats_long`.
-for _name in NAMES - {"mean", "sigma"}:
+for _name in stream.NAMES - {"mean", "sigma"}:
     setattr(Stateful, _name, _reader(_name))

@@ -37,6 +37,7 @@ class State:
 STREAMS = ("stats", "grads")
 PARTS = tuple(field.name for field in fields(Stream))
 NUMBERS = tuple(field.name for field in fields(State) if field.name not in STREAMS)
+NAMES = frozenset([f"{name}_{part}" for name in STREAMS for part in PARTS] + list(NUMBERS))  # of `to_dict`
 
 
 def new_stream(shape: tuple[int, ...], like: Tensor) -> Stream:

@@ -113,10 +113,11 @@ class StreamingNorm(Stateful):
     @property
     def collects(self) -> bool:
         kept = checkpointing.find(id(self)) if checkpointing.in_backward() else None
-        return self.training and not self._paused if kept is None else kept.collects
+        return self.learns if kept is None else kept.collects
 
     def forward(self, x: Tensor, mask: Tensor | None = None, step: int = 0) -> Tensor:
-        self.remember_step(step)
+        if step:
+            self.remember_step()
         compiling = torch.compiler.is_compiling()
         again = None if compiling or mask is not None else self._as_before(x)
         if again is not None:
@@ -204,19 +205,14 @@ class StreamingNorm(Stateful):
             stream.write_stream(state.grads, grads)
         return passed_on
 
-    @property
-    def rules(self) -> Rules:
-        return Rules(self.statistic, self.alpha, self.beta, self.kappa, self.warmup)
-
     def begin_call(self) -> Begun:
         """What a call begins with. One that backward repeats begins as it did at first, on a copy."""
-        if checkpointing.may_be_checkpointed():
-            repetition = checkpointing.begin(id(self), self.collects, lambda: self._begin_call().copied())
-            if repetition is not None and repetition.kept is not None:
-                begun: Begun = repetition.kept.copied()
-                # Unless backward goes on through the repetition itself, gradients of it are for nobody.
-                return begun if repetition.reentrant else begun._replace(grads_into=begun.state)
-        return self._begin_call()
+        repetition = checkpointing.begin(id(self), self.collects, lambda: self._begin_call().copied())
+        if repetition is None:
+            return self._begin_call()
+        begun: Begun = repetition.kept.copied()
+        # Unless backward goes on through the repetition itself, gradients of it are for nobody.
+        return begun if repetition.reentrant else begun._replace(grads_into=begun.state)
 
     def _begin_call(self) -> Begun:
         if not self.collects:

@@ -202,10 +202,16 @@ def _detach_scaler(layers: list[Listener], scaler: Scaler) -> None:
         layer._scalers = layer._scalers[:at] + layer._scalers[at + 1 :]
 
 
+def unwrapped(optimizer: Any) -> Any:
+    """The optimizer of torch inside of a wrapper such as DecoupledUpdate: only its steps count."""
+    while not isinstance(optimizer, Optimizer) and hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
 def _after_steps_of(optimizer: Any, layers: list[Listener]) -> Callable[[], None]:
     """Tell the layers after each step; returns how to undo it."""
-    while not isinstance(optimizer, Optimizer) and hasattr(optimizer, "optimizer"):
-        optimizer = optimizer.optimizer  # a wrapper such as DecoupledUpdate: only the inner one's steps count
+    optimizer = unwrapped(optimizer)
     if isinstance(optimizer, Optimizer):
         attached = _attached.setdefault(optimizer, [])
         attached.append(layers)
