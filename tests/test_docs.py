@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from streamnorm import StreamingNorm
 from streamnorm.lab.claims import OPEN, REPRODUCED, REVERSED, judge
 from streamnorm.lab.commands import table, verdicts
+from streamnorm.lab.models import NetC
 from streamnorm.lab.results import read_folder
 
 ROOT = Path(__file__).parent.parent
@@ -180,3 +182,25 @@ def test_the_memory_of_the_benchmark():
             return (x * 2).exp().sin()
 
     assert bytes_alive(Greedy(), x) > 0.99 * size
+
+
+def test_the_benchmark_of_averages_runs():
+    options = ["--seeds", "1", "--epochs", "1", "--samples", "40", "--depth", "1"]
+    done = subprocess.run(
+        [sys.executable, "benchmarks/averaging.py", *options], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    page = (ROOT / "docs/averaging.md").read_text()
+    for row in done.stdout.splitlines()[2:]:
+        assert row.split(" | ")[0] in page  # the rows of the page are those that it prints
+
+
+def test_the_bytes_of_a_merge_are_those_of_the_page():
+    """Of network B, by the size of a message that tests/test_distributed.py has seen sent."""
+    net = NetC(lambda channels, steps: StreamingNorm(channels), 64, 1, 1)
+    sizes = [layer.num_features for layer in net.modules() if isinstance(layer, StreamingNorm)]
+    page = (ROOT / "docs/distributed.md").read_text()
+    assert f"({len(sizes)} norms of {sizes[0]} channels)" in page
+    for batches in (1, 4, 32):
+        theirs = sum(4 * (2 * c + 1) + 4 * 2 * c for c in sizes) * batches
+        ours = sum(4 * (8 * c + 6) for c in sizes)
+        assert f"| {batches} | 1, {ours:,} | {2 * len(sizes) * batches}, {theirs:,} |" in page
