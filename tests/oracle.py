@@ -81,9 +81,9 @@ class Statistics:
 class Call:
     """One forward pass: what was used, for its own backward pass."""
 
-    def __init__(self, x, own, mean, sigma, reference, weight, mask, w=1.0):
+    def __init__(self, x, own, mean, sigma, reference, weight, mask, w=1.0, window=None):
         self.x, self.own, self.mean, self.sigma, self.w = x, own, mean, sigma, w
-        self.reference, self.weight, self.mask = reference, weight, mask
+        self.reference, self.weight, self.mask, self.window = reference, weight, mask, window
 
     def real(self):
         for index in np.ndindex(*self.x.shape):
@@ -141,11 +141,22 @@ class Stream:
 
 
 class StreamingOracle:
-    """Streaming Normalization with its warm start."""
+    """Streaming Normalization with its warm start and its guard."""
 
     def __init__(
-        self, channels, reference, p, center, alpha=(0.7, 0.3), beta=(0.7, 0.3, 0), kappa=None, warmup=256, eps=1e-5
+        self,
+        channels,
+        reference,
+        p,
+        center,
+        alpha=(0.7, 0.3),
+        beta=(0.7, 0.3, 0),
+        kappa=None,
+        warmup=256,
+        eps=1e-5,
+        guard=True,
     ):
+        self.guard, self.elements, self.elements_before = guard, 0.0, None
         self.reference, self.p, self.center, self.eps = reference, p, center, eps
         self.alpha, self.beta, self.kappa = alpha, beta, kappa or (*alpha, *alpha)
         self.warmup, self.seen, self.pending = warmup, 0.0, False
@@ -157,6 +168,18 @@ class StreamingOracle:
     def weights_updated(self):
         self.pending = True
 
+    def weights(self, long, short, elements, part=None):
+        """Of a window of so many elements, which is `part` of everything so far; they are known from the second on."""
+        if not self.guard or elements is None or elements >= 32 or long == 0:
+            return long, short
+        taken = short * elements / 32
+        if part is not None:
+            taken = max(taken, (long + short) * part)
+        return long + short - taken, taken
+
+    def window(self):
+        return None if self.elements_before is None else max(self.elements_before, self.elements)
+
     def pooled(self, name):
         """The stored statistic that a sample's statistic contributes to."""
         return (None, *name[1:])
@@ -164,9 +187,12 @@ class StreamingOracle:
     def forward(self, x, mask=None):
         if self.pending:
             k1, k2, k3, k4 = self.kappa
+            share = self.elements / max(self.seen, 1)
             for part in ("mean", "sigma"):
-                self.stats[part].fold(k1, k2)
-                self.grads[part].fold(k3, k4)
+                self.stats[part].fold(*self.weights(k1, k2, self.elements or None, share))
+                self.grads[part].fold(*self.weights(k3, k4, self.elements or None, share))
+            if self.elements:
+                self.elements_before, self.elements = self.elements, 0.0
             self.pending = False
         own = Statistics(x, self.reference, self.p, self.eps, mask)
         layer_mean = sum(own.mean.values()) / len(own.mean)
@@ -180,22 +206,24 @@ class StreamingOracle:
         samples = {}
         for name in own.members:
             samples.setdefault(self.pooled(name), []).append(name)
+        new = sum(len(found) for found in own.members.values()) / len(samples)
+        self.seen += new
+        self.elements += new
         s_hat = {}
         for part in ("mean", "sigma"):
             values = getattr(own, part)
             s = {key: sum(values[n] for n in names) / len(names) for key, names in samples.items()}
             self.stats[part].push(s)
-            s_hat[part] = self.stats[part].blend(*self.alpha)
-        self.seen += sum(len(found) for found in own.members.values()) / len(samples)
+            s_hat[part] = self.stats[part].blend(*self.weights(*self.alpha, self.window()))
         w = min(1.0, self.seen / self.warmup) if self.warmup else 1.0
         layer = {
             "mean": layer_mean,
             "sigma": (sum(v**self.p for v in own.sigma.values()) / len(own.sigma)) ** (1 / self.p),
         }
         self.latest = {part: {key: w * v + (1 - w) * layer[part] for key, v in s_hat[part].items()} for part in s_hat}
-        return self.call(x, own, mask, w)
+        return self.call(x, own, mask, w, self.window())
 
-    def call(self, x, own, mask, w=1.0):
+    def call(self, x, own, mask, w=1.0, window=None):
         names = dict.fromkeys(statistic_of(index, self.reference) for index in np.ndindex(*x.shape))
         used = {
             part: {
@@ -203,24 +231,30 @@ class StreamingOracle:
             }
             for part in ("mean", "sigma")
         }
-        return Call(x, own, used["mean"], used["sigma"], self.reference, self.weight.copy(), mask, w)
+        return Call(x, own, used["mean"], used["sigma"], self.reference, self.weight.copy(), mask, w, window)
 
     def evaluate(self, x):
         return self.call(x, None, None).output(self.bias)
 
     def backward(self, call, dy):
         def stream(*g_users):
-            flows = []
+            gs, g_hats = [], []
             for part, g_user in zip(("mean", "sigma"), g_users, strict=True):
                 g = {}
                 for name, value in g_user.items():
                     g[self.pooled(name)] = g.get(self.pooled(name), 0.0) + value
                 self.grads[part].push(g)
                 b1, b2, b3 = self.beta
-                blend = self.grads[part].blend(b1, b2)
-                g_hat = {key: call.w * (blend[key] + b3 * g[key]) for key in g}
-                samples = {key: sum(self.pooled(n) == key for n in call.own.members) for key in g}
-                flows.append({n: g_hat[self.pooled(n)] / samples[self.pooled(n)] for n in call.own.members})
+                blend = self.grads[part].blend(*self.weights(b1, b2, call.window))
+                gs.append(g)
+                g_hats.append({key: blend[key] + b3 * g[key] for key in g})
+            length, streamed = (sum(v**2 for one in both for v in one.values()) ** 0.5 for both in (gs, g_hats))
+            small = self.guard and call.window is not None and call.window < 32
+            factor = call.w * (length / streamed if small and streamed > length else 1.0)
+            flows = []
+            for g_hat in g_hats:
+                samples = {key: sum(self.pooled(n) == key for n in call.own.members) for key in g_hat}
+                flows.append({n: factor * g_hat[self.pooled(n)] / samples[self.pooled(n)] for n in call.own.members})
             return flows
 
         return call.backward(dy, stream)

@@ -189,10 +189,11 @@ def test_the_operators_keep_their_promises():
     """torch's own check of the schemas (what is written to), the fake implementations and their strides."""
     state = StreamingNorm(3).state
     stats, grads = state.stats, state.grads
-    h1 = stats.long, stats.short, stats.count, stats.empty, stats.pending, state.mean, state.sigma, state.seen
+    h1 = stats.long, stats.short, stats.count, stats.empty, stats.pending, state.mean, state.sigma
+    h1 = *h1, state.seen, state.elements, state.elements_before
     h2 = grads.long, grads.short, grads.count, grads.empty, grads.pending
     weight, bias = torch.randn(3), torch.randn(3)
-    streaming = [0.7, 0.3], [0.7, 0.3, 0.0], [0.7, 0.3, 0.7, 0.3], 256.0
+    streaming = [0.7, 0.3], [0.7, 0.3, 0.0], [0.7, 0.3, 0.7, 0.3], 256.0, True
     tests = ("test_schema", "test_faketensor")
     for x in (torch.randn(4, 3, 5, 5), torch.randn(4, 3, 5, 5).to(memory_format=torch.channels_last)):
         dy = torch.randn(()).expand(4, 3, 5, 5)

@@ -143,9 +143,10 @@ def test_a_model_without_streaming_layers():
 
 @pytest.mark.parametrize("beta", [(0.7, 0.3, 0.0), (0.5, 0.1, 0.4), (0.0, 0.0, 1.0)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_the_numbers_follow_their_definitions(beta, dtype):
+@pytest.mark.parametrize("guard", [True, False])
+def test_the_numbers_follow_their_definitions(beta, dtype, guard):
     """Written out once more, channel by channel, from the streams that the layer shows."""
-    norm = StreamingNorm(4, beta=beta, warmup=0, dtype=dtype)
+    norm = StreamingNorm(4, beta=beta, warmup=0, guard=guard, dtype=dtype)
     model = nn.Sequential(nn.Linear(3, 4, dtype=dtype), norm)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(3):
@@ -157,7 +158,11 @@ def test_the_numbers_follow_their_definitions(beta, dtype):
     assert found.drift_mean == pytest.approx(max(abs(short_mean[c] - long_mean[c]) / long_sigma[c] for c in four), 1e-5)
     assert found.drift_sigma == pytest.approx(max(abs(short_sigma[c] / long_sigma[c] - 1) for c in four), 1e-4)
     true, long = norm.grads.short.flatten().tolist(), norm.grads.long.flatten().tolist()
-    streamed = [beta[0] * a + (beta[1] + beta[2]) * b for a, b in zip(long, true, strict=True)]
+    short = beta[1] * 8 / 32 if guard and beta[0] else beta[1]  # windows of 8 elements
+    streamed = [(beta[0] + beta[1] - short) * a + (short + beta[2]) * b for a, b in zip(long, true, strict=True)]
+    if guard:
+        bound = min(1, math.hypot(*true) / math.hypot(*streamed))
+        streamed = [bound * value for value in streamed]
     assert found.gradient_ratio == pytest.approx(math.hypot(*streamed) / math.hypot(*true), 1e-5)
     product = sum(a * b for a, b in zip(streamed, true, strict=True))
     assert found.gradient_cosine == pytest.approx(product / math.hypot(*streamed) / math.hypot(*true), 1e-5)

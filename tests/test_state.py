@@ -104,8 +104,9 @@ def test_the_state_is_outside_the_buffers_and_whole():
     layer = StreamingNorm(3)
     assert list(layer.buffers()) == []
     parts = {f"{s}_{part}" for s in ("stats", "grads") for part in ("long", "short", "count", "empty", "pending")}
-    assert set(layer.state_dict()) == {"weight", "bias", "mean", "sigma", "seen", "loss_scale"} | parts
-    assert layer.state_dict()._metadata[""]["version"] == 2
+    numbers = "seen", "elements", "elements_before", "loss_scale"
+    assert set(layer.state_dict()) == {"weight", "bias", "mean", "sigma", *numbers} | parts
+    assert layer.state_dict()._metadata[""]["version"] == 3
     assert layer.stats.count.dtype == torch.int64
     assert layer.stats.count.shape == ()
 
@@ -364,7 +365,7 @@ def test_loading_reports_what_does_not_fit():
         StreamingNorm(3).load_state_dict({k: v for k, v in state.items() if k != "grads_short"})
     with pytest.raises(RuntimeError, match=r"Unexpected key.*stray"):
         StreamingNorm(3).load_state_dict({**state, "stray": torch.zeros(1)})
-    state._metadata[""]["version"] = 3
+    state._metadata[""]["version"] = 4
     with pytest.raises(RuntimeError, match="newer streamnorm"):
         StreamingNorm(3).load_state_dict(state)
 
@@ -454,7 +455,7 @@ def test_a_newer_state_is_refused_whole():
     layer, newer = StreamingNorm(3), StreamingNorm(3)
     nn.init.zeros_(newer.weight)
     state = newer.state_dict()
-    state._metadata[""]["version"] = 3
+    state._metadata[""]["version"] = 4
     with pytest.raises(RuntimeError, match="newer streamnorm"):
         layer.load_state_dict(state)
     assert (layer.weight == 1).all()

@@ -54,7 +54,7 @@ def test_an_ordinary_loop_is_heard(make):
 
 
 def test_the_fold_is_the_papers():
-    layer = StreamingNorm(3, kappa=(0.6, 0.4, 0.5, 0.2), warmup=0, dtype=torch.float64)
+    layer = StreamingNorm(3, kappa=(0.6, 0.4, 0.5, 0.2), warmup=0, guard=False, dtype=torch.float64)
     batches = torch.randn(3, 2, 8, 3, dtype=torch.float64)
     shorts = []
     for window in batches:

@@ -102,7 +102,8 @@ class _Collector:
         like = norm.state.seen if self.streaming else norm.mean.new_zeros(())
         self.fresh = stream.new_state(norm.initial_shape(), like)
         self.states: dict[tuple[int, ...], State] = {}
-        self.rules = norm.rules if self.streaming else Rules(norm.statistic, (0, 1), (0, 0, 0), (0, 1, 0, 1), 256)
+        only_short = (0, 1), (0, 0, 0), (0, 1, 0, 1)
+        self.rules = norm.rules if self.streaming else Rules(norm.statistic, *only_short, warmup=256, guard=False)
         self.kept: Any = norm._handed_out() if self.streaming else (norm.mean, norm.sigma)
         if not self.streaming:
             norm.mean, norm.sigma = norm.mean.clone(), norm.sigma.clone()
@@ -149,7 +150,8 @@ class _Collector:
         )
         seen = found.seen.clamp(min=max(self.rules.warmup, 1.0))
         bound = stream.bind(self.kept, tuple(found.mean.shape))
-        after = replace(bound, stats=stats, mean=found.mean, sigma=found.sigma, seen=seen)
+        none = torch.zeros_like(seen)
+        after = replace(bound, stats=stats, mean=found.mean, sigma=found.sigma, seen=seen, elements=none)
         norm._bind(after)
         stream.write(norm._own(), after)
         norm._forget_merges(norm.state.seen)

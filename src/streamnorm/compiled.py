@@ -5,7 +5,6 @@ the layer does without the compiler: kernels where they apply, plain torch other
 operator, because a tensor that both passes wrote to could not serve two calls before one backward pass.
 """
 
-from dataclasses import replace
 from functools import partial
 from math import prod
 from typing import Any, cast
@@ -19,18 +18,18 @@ from .fused import as_laid_out, layout_of
 from .kernels import Layout
 from .moments import Moments, Statistic
 from .normref import NormRef
-from .rules import Call, Rules, stream_gradients, stream_statistics
+from .rules import Call, Rules, fold_gradients, fold_statistics, stream_gradients, stream_statistics
 from .stream import State, Stream
 
 _SETTINGS = (
     "bool samples, str channels, str space, float p, str center, float eps, "
-    "float[] alpha, float[] beta, float[] kappa, float warmup, bool fused"
+    "float[] alpha, float[] beta, float[] kappa, float warmup, bool guard, bool fused"
 )
 _LIBRARY: Any = torch.library.Library("streamnorm", "DEF")  # type: ignore[no-untyped-call]
 _LIBRARY.define(
     f"forward_(Tensor x, Tensor? weight, Tensor? bias, Tensor? mask, {_SETTINGS}, Tensor(a!) long, Tensor(b!) short, "
-    "Tensor(c!) count, Tensor(d!) empty, Tensor(e!) pending, Tensor(f!) mean, Tensor(g!) sigma, Tensor(h!) seen) "
-    "-> (Tensor, Tensor)",
+    "Tensor(c!) count, Tensor(d!) empty, Tensor(e!) pending, Tensor(f!) mean, Tensor(g!) sigma, Tensor(h!) seen, "
+    "Tensor(i!) elements, Tensor(j!) elements_before) -> (Tensor, Tensor)",
     tags=[torch.Tag.pt2_compliant_tag],
 )
 _LIBRARY.define(
@@ -46,7 +45,7 @@ def stream_compiled(
     """A training call of a streaming layer, for the compiler to trace. `fused`: the kernels serve this layer."""
     s, r = rules.statistic, rules
     settings = (s.ref.samples, s.ref.channels, str(s.ref.space), s.p, s.center, s.eps)
-    streaming = (list(r.alpha), list(r.beta), list(r.kappa), float(r.warmup), fused)
+    streaming = (list(r.alpha), list(r.beta), list(r.kappa), float(r.warmup), r.guard, fused)
     return cast(Tensor, _Compiled.apply(x, weight, bias, mask, (*settings, *streaming), state))  # type: ignore[no-untyped-call]
 
 
@@ -54,8 +53,9 @@ class _Compiled(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Any, bias: Any, mask: Any, settings: tuple[Any, ...], state: State) -> Any:
         stats = state.stats
-        written = stats.long, stats.short, stats.count, stats.empty, stats.pending, state.mean, state.sigma, state.seen
-        y, kept = torch.ops.streamnorm.forward_(x, weight, bias, mask, *settings, *written)
+        streams = stats.long, stats.short, stats.count, stats.empty, stats.pending, state.mean, state.sigma
+        counters = state.seen, state.elements, state.elements_before
+        y, kept = torch.ops.streamnorm.forward_(x, weight, bias, mask, *settings, *streams, *counters)
         ctx.save_for_backward(x, weight, mask, kept)
         ctx.settings, ctx.grads = settings, state.grads  # H2 itself, not as it is now
         return y
@@ -71,38 +71,38 @@ class _Compiled(torch.autograd.Function):
 
 
 def _rules(samples: bool, channels: str, space: str, p: float, center: str, eps: float, *streaming: Any) -> Rules:
-    alpha, beta, kappa, warmup = streaming
+    alpha, beta, kappa, warmup, guard = streaming
     ref = NormRef(samples, cast(Any, channels), "all" if space == "all" else int(space))
-    return Rules(Statistic(ref, p, center, eps), tuple(alpha), tuple(beta), tuple(kappa), warmup)
+    return Rules(Statistic(ref, p, center, eps), tuple(alpha), tuple(beta), tuple(kappa), warmup, guard)
 
 
 def _record(rules: Rules) -> bytes:
     s = rules.statistic
-    return kernels.settings_record(s.p, s.center, rules.alpha, rules.beta, rules.kappa, rules.warmup, s.eps)
+    streaming = rules.alpha, rules.beta, rules.kappa, rules.warmup, rules.guard
+    return kernels.settings_record(s.p, s.center, *streaming, s.eps)
 
 
 @torch.no_grad()
 def _forward(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, mask: Tensor | None, *rest: Any
 ) -> tuple[Tensor, Tensor]:
-    *settings, fused, long, short, count, empty, pending, mean, sigma, seen = rest
+    *settings, fused, long, short, count, empty, pending, mean, sigma, seen, elements, elements_before = rest
     rules, h1 = _rules(*settings), Stream(long, short, count, empty, pending)
     h2 = stream.new_stream(tuple(mean.shape), seen)  # not this operator's business
-    state = State(h1, h2, mean, sigma, seen, loss_scale=torch.zeros_like(seen))
+    state = State(h1, h2, mean, sigma, seen, elements, elements_before, loss_scale=torch.zeros_like(seen))
     repetition = checkpointing.begin(count.data_ptr(), True, partial(stream.copied, state))
     if repetition is not None:
         state = stream.copied(repetition.kept)
     if fused:
         if state.stats.pending:  # not by the kernels, which round otherwise; all processes of a group do it alike
-            stream.write_stream(state.stats, stream.fold(state.stats, *rules.kappa[:2]))
+            stream.write(state, fold_statistics(rules, state))
         x, weight, bias = _readable(x), _contiguous(weight), _contiguous(bias)
         y, kept = torch.empty_like(x), x.new_empty(kernels.kept_size(x.shape[1]))
         kernels.layer_forward(
             _record(rules), kernels.state_record(state), cast(Layout, layout_of(x)), x, weight, bias, kept, y
         )
         return y, kept
-    before = replace(state, stats=stream.fold(state.stats, *rules.kappa[:2]))
-    after, call = stream_statistics(rules, before, x.to(compute_dtype(x, mean)), mask)
+    after, call = stream_statistics(rules, fold_statistics(rules, state), x.to(compute_dtype(x, mean)), mask)
     y = evaluate(x, call.mean, call.sigma, weight, bias, mask)
     stream.write(state, after)
     return _laid_out_like(x, y), _pack(call)
@@ -114,12 +114,12 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     *settings, fused, long, short, count, empty, pending = rest
     rules, h2 = _rules(*settings), Stream(long, short, count, empty, pending)
-    grads = stream.fold(h2, *rules.kappa[2:])
+    grads = fold_gradients(rules, h2, *kept[-2:].to(long.dtype))
     if fused:
         stream.write_stream(h2, grads)
         x, weight = _readable(x), _contiguous(weight)
         seen = long.new_zeros(())
-        state = kernels.state_record(State(h2, h2, long, long, seen, seen))  # only H2 is used
+        state = kernels.state_record(State(h2, h2, long, long, *[seen] * 4))  # only H2 is used
         dx = torch.empty_like(x)
         sums = x.new_empty(x.shape[1]), x.new_empty(x.shape[1])
         dy = as_laid_out(dy, dx.stride())
@@ -165,17 +165,17 @@ def _pack(call: Call) -> Tensor:
     own, dtype = call.own, call.own.mean.dtype
     present = torch.ones_like(own.mean) if own.present is None else own.present
     vectors = [own.mean, own.sigma, own.center, own.elements, present]
-    parts = [vector.expand_as(own.mean) for vector in vectors] + [call.mean, call.sigma, call.accept, call.w]
+    parts = [vector.expand_as(own.mean) for vector in vectors] + [call.mean, call.sigma, *call[3:]]
     return torch.cat([part.to(dtype).flatten() for part in parts])
 
 
 def _unpack(kept: Tensor, x: Tensor, rules: Rules, masked: bool) -> Call:
     hat, own = _shapes(x, rules)
-    parts = torch.split(kept, [prod(own)] * 5 + [prod(hat)] * 2 + [1, 1])
+    parts = torch.split(kept, [prod(own)] * 5 + [prod(hat)] * 2 + [1] * 5)
     mean, sigma, center, elements, present = (part.reshape(own) for part in parts[:5])
-    accept, w = (part.reshape(()) for part in parts[7:])
+    accept, *numbers = (part.reshape(()) for part in parts[7:])
     moments = Moments(mean, sigma, center, elements, present.bool() if masked else None)
-    return Call(moments, parts[5].reshape(hat), parts[6].reshape(hat), accept.bool(), w)
+    return Call(moments, parts[5].reshape(hat), parts[6].reshape(hat), accept.bool(), *numbers)
 
 
 def _forward_shapes(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -184,12 +184,12 @@ def _forward_shapes(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
             "the compiler would repeat a streaming layer in backward from a state that has moved on: compile inside "
             "the checkpoint, as in checkpoint(torch.compile(segment), x, use_reentrant=False)"
         )
-    *settings, fused = rest[3:14]
+    *settings, fused = rest[3:15]
     if fused:
         size = kernels.kept_size(x.shape[1])
     else:
         hat, own = _shapes(x, _rules(*settings))
-        size = 5 * prod(own) + 2 * prod(hat) + 2
+        size = 5 * prod(own) + 2 * prod(hat) + 5
     return torch.empty_like(x), x.new_empty(size, dtype=compute_dtype(x, rest[-1]))
 
 

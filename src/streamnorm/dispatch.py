@@ -34,9 +34,9 @@ def fused_layout(x: Tensor, mask: Tensor | None) -> Layout | None:
 @lru_cache(maxsize=256)
 def _fused_settings(statistic: tuple[Any, ...], streaming: tuple[Any, ...]) -> bytes | None:
     ref, p, center, eps = statistic
-    alpha, beta, kappa, warmup = streaming
+    alpha, beta, kappa, warmup, guard = streaming
     fits = p in (1, 2) and ref == BATCH_NORM
-    return kernels.settings_record(p, center, alpha, beta, kappa, warmup, eps) if fits else None
+    return kernels.settings_record(p, center, alpha, beta, kappa, warmup, guard, eps) if fits else None
 
 
 def fused_settings(
@@ -44,8 +44,8 @@ def fused_settings(
 ) -> bytes | None:
     """The settings of a streaming layer for the kernels; None where they do not serve it.
 
-    `statistic`: the fields of a Statistic; `streaming`: alpha, beta, kappa and warmup; `vectors`: gain, bias and a
-    stored statistic, of `size` numbers each.
+    `statistic`: the fields of a Statistic; `streaming`: alpha, beta, kappa, warmup and guard; `vectors`: gain, bias
+    and a stored statistic, of `size` numbers each.
     """
     return _fused_settings(statistic, streaming) if all(is_vector(vector, size) for vector in vectors) else None
 

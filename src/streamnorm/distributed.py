@@ -107,7 +107,8 @@ def _merged(share: Share, sums: Iterable[Tensor]) -> State:
         for h in _streams(state)
     ]
     stats, grads = (_with_window(h, *window) for h, window in zip(past, windows, strict=True))
-    state = replace(state, stats=stats, grads=grads, seen=_like(next(total) + seen, state.seen))
+    elements = _like(seen, state.elements)  # what was seen since the last merge is the window
+    state = replace(state, stats=stats, grads=grads, seen=_like(next(total) + seen, state.seen), elements=elements)
     s_hat = window_statistics(share.rules, state)
     there = stats.count > 0
     mean, sigma = torch.where(there, s_hat[0], state.mean), torch.where(there, s_hat[1], state.sigma)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from . import stream
+from .rules import window_share
 from .stream import State
 from .streaming import StreamingNorm
 
@@ -145,7 +146,7 @@ def monitor(model: nn.Module) -> Health:
         return Health({}, {})
     alike: dict[object, list[str]] = {}  # layers of one kind are measured together: the cost is that of torch's calls
     for name, layer in layers.items():
-        like, settings = layer.state.mean, (layer.p, layer.eps, tuple(layer.beta), layer.warmup)
+        like, settings = layer.state.mean, (layer.p, layer.eps, tuple(layer.beta), layer.warmup, layer.guard)
         alike.setdefault((like.shape, like.dtype, like.device, settings), []).append(name)
     rows: list[Tensor] = []
     details: dict[str, Tensor] = {}
@@ -197,7 +198,11 @@ def _numbers_of(state: State, like: StreamingNorm, channels: Tensor) -> Tensor:
         return torch.cat([about, about.new_zeros(len(about), 4), about.new_full((len(about), 6), math.nan)], 1)
     # g_hat of a call whose own gradient is the average of the window; exact with one batch per update.
     long, short, present = like.beta
-    true, streamed = grads.short.flatten(1), (w * stream.blend(grads, long, short + present)).flatten(1)
+    share = window_share(like.rules, state.elements, state.elements_before)
+    long_weight, short_weight = stream.guarded((long, short), share)
+    true = grads.short.flatten(1)
+    g_hat = stream.blend(grads, long_weight, short_weight + present).flatten(1)
+    streamed = w[:, 0] * stream.bounded(g_hat, true, share[:, 0])
     gradient = [true.norm(dim=1), streamed.norm(dim=1), (true * streamed).sum(1)]
     spread = [*sigma.aminmax(dim=1), sigma.median(1).values]
     worst, sums = channels[:, 1:3].amax(2), channels[:, 3:].sum(2)

@@ -30,8 +30,9 @@ class Stateful(Norm, Listener):
     beta: tuple[float, ...]
     kappa: tuple[float, ...]
     warmup: float
+    guard: bool
     process_group: Any = None
-    _version = 2
+    _version = 3
     _state: State
     seen_before: Tensor  # `seen` when the windows of all processes were last merged
     _sized = False  # all processes know the spatial size of statistics with a location
@@ -119,7 +120,7 @@ class Stateful(Norm, Listener):
     @property
     def rules(self) -> Rules:
         """The settings by which statistics and gradients are streamed."""
-        return Rules(self.statistic, self.alpha, self.beta, self.kappa, self.warmup)
+        return Rules(self.statistic, self.alpha, self.beta, self.kappa, self.warmup, self.guard)
 
     def _share(self) -> tuple[Any, Share] | None:
         group = distributed.members(self.process_group)
@@ -193,6 +194,9 @@ class Stateful(Norm, Listener):
             mark = state_dict[prefix + "pending"]
             state_dict = {key: value for key, value in state_dict.items() if key != prefix + "pending"}
             state_dict |= {f"{prefix}{name}_pending": mark for name in stream.STREAMS}
+        if prefix + "seen" in state_dict:  # versions 1 and 2 did not count the elements of a window
+            unknown = torch.zeros_like(state_dict[prefix + "seen"])
+            state_dict = {f"{prefix}{name}": unknown for name in ("elements", "elements_before")} | dict(state_dict)
         before = state_dict.get(prefix + "seen_before")  # where windows are merged over processes
         ours = {name: state_dict[prefix + name] for name in names if prefix + name in state_dict}
         if ours and (local_metadata.get("version") or self._version) > self._version:

@@ -4,10 +4,13 @@ H1 (statistics) and H2 (their gradients) are two `Stream`s. The rules are pure f
 `write` puts a result into the tensors that a layer keeps. kernels/stream.h is the twin of this file.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
+
+FULL = 32  # elements per statistic in a window from which on the guard does nothing
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,8 @@ class State:
     mean: Tensor  # the latest s_hat, for evaluation
     sigma: Tensor
     seen: Tensor  # reference elements per statistic so far, for the warm start
+    elements: Tensor  # of those, in the window since the last weight update
+    elements_before: Tensor  # in the window before; 0 if there was none
     loss_scale: Tensor  # of the latest push into H2; 0 where no scaler was ever attached
 
 
@@ -57,6 +62,8 @@ def new_state(shape: tuple[int, ...], like: Tensor) -> State:
         mean=like.new_zeros(shape),
         sigma=like.new_ones(shape),
         seen=like.new_zeros(()),
+        elements=like.new_zeros(()),
+        elements_before=like.new_zeros(()),
         loss_scale=like.new_zeros(()),
     )
 
@@ -69,17 +76,36 @@ def push(stream: Stream, value: Tensor, accept: Tensor) -> Stream:
     return replace(stream, short=torch.lerp(stream.short, value, share), count=count)
 
 
-def blend(stream: Stream, long: float, short: float) -> Tensor:
+def guarded(weights: Sequence[float], share: Tensor, part: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """`weights` of `long` and `short` for a window that holds only `share` of a full one.
+
+    Few elements count for less, and what `short` loses `long` gains. `part`: what the window is of everything so far;
+    in a fold it counts for at least so much, which averages exactly until the exponential takes over. Nothing changes
+    for a full window, or where `long` counts for nothing.
+    """
+    long, short = weights
+    taken = share * short if part is None else torch.maximum(share * short, (long + short) * part)
+    lost = torch.where((share < 1) & (long != 0), short - taken, 0)
+    return long + lost, short - lost
+
+
+def bounded(g_hat: Tensor, g: Tensor, share: Tensor) -> Tensor:
+    """The vector `g_hat`, made no longer than `g` where the window is not full."""
+    own, streamed = g.norm(dim=-1, keepdim=True), g_hat.norm(dim=-1, keepdim=True)
+    return torch.where((share < 1) & (own < streamed), g_hat * (own / streamed), g_hat)
+
+
+def blend(stream: Stream, long: Tensor | float, short: Tensor | float) -> Tensor:
     """long * stream.long + short * stream.short, an empty `long` being replaced by `short`."""
     return long * torch.where(stream.empty, stream.short, stream.long) + short * stream.short
 
 
-def fold(stream: Stream, keep: float, take: float) -> Stream:
+def fold(stream: Stream, keep: Tensor | float, take: Tensor | float) -> Stream:
     """A pending weight update: long = keep * long + take * short (the first time, short), count = 0.
 
     Nothing changes where nothing was pushed. `short` stays until the next push replaces it.
     """
-    due = stream.pending & (stream.count > 0)
+    due = is_due(stream)
     long = torch.where(stream.empty, stream.short, keep * stream.long + take * stream.short)
     return replace(
         stream,
@@ -88,6 +114,11 @@ def fold(stream: Stream, keep: float, take: float) -> Stream:
         empty=stream.empty & ~due,
         pending=torch.zeros_like(stream.pending),
     )
+
+
+def is_due(stream: Stream) -> Tensor:
+    """Whether a fold has something to do."""
+    return stream.pending & (stream.count > 0)
 
 
 def drop(stream: Stream, dropped: Tensor) -> Stream:

@@ -56,7 +56,9 @@ class StreamingNorm(Stateful):
     `ref` is a code of the paper (BA1-6, SP1-5) or a NormRef, `p` the order of the moment. `center`: c of sigma =
     (average |x - c|^p + eps^(p/2))^(1/p) is the "running" mean (setting B), the "mean" of the reference (A), or "zero"
     (C). For the first `warmup` elements per statistic the layer turns gradually from a layer norm into a streaming
-    norm; 0 switches that off. A mini-batch with values that are not finite is not pushed.
+    norm; 0 switches that off. `guard`: windows between weight updates with fewer than 32 elements per statistic count
+    for less, and pass on no longer a gradient than their own; full ones follow the paper exactly. A mini-batch with
+    values that are not finite is not pushed.
 
     `process_group`: whose processes merge their windows after each weight update, "world" for all of them.
 
@@ -80,6 +82,7 @@ class StreamingNorm(Stateful):
         beta: Sequence[float] = (0.7, 0.3, 0.0),
         kappa: Sequence[float] | None = None,
         warmup: float = 256,
+        guard: bool = True,
         eps: float = 1e-5,
         affine: bool = True,
         channel_dim: int = 1,
@@ -100,6 +103,8 @@ class StreamingNorm(Stateful):
         )
         if not (is_number(warmup) and warmup >= 0):
             raise ValueError(f"warmup={warmup!r}: must be a finite number of at least 0 (elements per statistic)")
+        if not isinstance(guard, bool):
+            raise ValueError(f"guard={guard!r}: must be True, or False for the paper's rule at any size of window")
         check_group(process_group)
         self.alpha = numbers("alpha", alpha, "long short")
         self.beta = numbers("beta", beta, "long short present")
@@ -107,6 +112,7 @@ class StreamingNorm(Stateful):
             "kappa", self.alpha * 2 if kappa is None else kappa, "long-stats short-stats long-grads short-grads"
         )
         self.warmup = warmup
+        self.guard = guard
         self.process_group = process_group
         self._begin(device, dtype)
 
@@ -246,10 +252,11 @@ class StreamingNorm(Stateful):
     def fused_settings(self) -> bytes | None:
         """The settings for the kernels; None where they do not serve this layer."""
         statistic = self.ref, self.p, self.center, self.eps
-        streaming = tuple(self.alpha), tuple(self.beta), tuple(self.kappa), self.warmup
+        streaming = tuple(self.alpha), tuple(self.beta), tuple(self.kappa), self.warmup, self.guard
         vectors = self.weight, self.bias, self._state.mean
         return fused_settings(statistic, streaming, vectors, self.num_features)
 
     def extra_repr(self) -> str:
         group = {} if self.process_group is None else {"process_group": self.process_group}
-        return self.settings(alpha=self.alpha, beta=self.beta, kappa=self.kappa, warmup=self.warmup, **group)
+        own = {"alpha": self.alpha, "beta": self.beta, "kappa": self.kappa, "warmup": self.warmup, "guard": self.guard}
+        return self.settings(**own, **group)

@@ -61,13 +61,14 @@ def settings_record(
     beta: Sequence[float],
     kappa: Sequence[float],
     warmup: float,
+    guard: bool,
     eps: float,
 ) -> bytes:
     """`Settings` of types.h."""
-    return struct.pack("2q11d", int(p), CENTERS.index(center), *alpha, *beta, *kappa, warmup, eps)
+    return struct.pack("3q11d", int(p), CENTERS.index(center), guard, *alpha, *beta, *kappa, warmup, eps)
 
 
-_state_record = struct.Struct("14q")
+_state_record = struct.Struct("16q")
 
 
 def state_record(state: State) -> bytes:
@@ -91,13 +92,15 @@ def _state_addresses(state: State) -> list[int]:
         state.mean.data_ptr(),
         state.sigma.data_ptr(),
         state.seen.data_ptr(),
+        state.elements.data_ptr(),
+        state.elements_before.data_ptr(),
         state.loss_scale.data_ptr(),
     ]
 
 
 def kept_size(channels: int) -> int:
     """Numbers that a call keeps for its backward pass: `Kept` of stream.h."""
-    return 5 * channels + 2
+    return 5 * channels + 5
 
 
 def address(tensor: Tensor | None) -> int:
@@ -139,7 +142,7 @@ def layer_backward(
     _native.layer_backward(settings, state, *layout, torch.get_num_threads(), *addresses, *results)
 
 
-_norm_record = struct.Struct("16qd")
+_norm_record = struct.Struct("18qd")
 
 
 def norm_records(norms: Iterable[tuple[Tensor | None, Tensor | None, State, float]]) -> bytes:

@@ -166,7 +166,7 @@ void layer_forward(const Layer& call, float* y) {
     }
     const bool steady = !starts(set, state) && warm_up(set, *state.seen + (float)n) == 1;
     if (set.center != MEAN) find_centers(call, kept, sums);
-    const Push push(state.stats, set.alpha, true);
+    const Push push(state.stats, guarded(set.alpha, window_share(set, state, (float)n)), true);
     each_group(call, [&](int64_t first, int64_t last) {
         if (set.center == MEAN) {  // while the group is in the cache
             for (int64_t c = first; c < last; c++) kept.center[c] = call.x[c * call.space];
@@ -259,8 +259,8 @@ inline void back_through_planes(const Layer& call, const float* dy, float scale,
     double *sums = workspace(7 * channels), *signs = sums + 2 * channels;
     float *g = (float*)(sums + 3 * channels), *flow = g + 2 * channels;  // dE/ds_hat and what flows on, (2, C) each
     const Slopes slopes{g + 4 * channels, g + 5 * channels, g + 6 * channels};
-    const bool likely = *kept.accept != 0;
-    const Push push(call.state->grads, set.beta, true);
+    const bool likely = *kept.accept != 0 && *kept.share == 1;  // else only the last channel tells how long g is
+    const Push push(call.state->grads, guarded(set.beta, *kept.share), true);
     const auto pull_back = [&](int64_t first, int64_t last, const float* from) {
         find_slopes(set, n, from, signs, channels, first, last, kept, slopes);
         pull_back_group(call, dy, first, last, kept.center, slopes, dx);

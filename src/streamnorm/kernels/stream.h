@@ -2,16 +2,18 @@
 // Layer and sequence kernels both use it. Compiled once per instruction set (see variant.h).
 #pragma once
 
-// What one call keeps for its backward pass: five vectors over channels and two numbers.
+// What one call keeps for its backward pass: five vectors over channels and five numbers.
 struct Kept {
     float *mean, *center, *sigma;  // S(x) and its c
     float *mean_hat, *sigma_hat;   // what normalized
     float *w, *accept;             // of the warm start; whether the statistics were pushed
+    float *share, *window, *total; // as in `Call` of rules.py
 
-    static int64_t size(int64_t channels) { return 5 * channels + 2; }
+    static int64_t size(int64_t channels) { return 5 * channels + 5; }
     Kept(float* at, int64_t channels)
         : mean(at), center(at + channels), sigma(at + 2 * channels), mean_hat(at + 3 * channels),
-          sigma_hat(at + 4 * channels), w(at + 5 * channels), accept(w + 1) {}
+          sigma_hat(at + 4 * channels), w(at + 5 * channels), accept(w + 1), share(w + 2), window(w + 3),
+          total(w + 4) {}
 };
 
 // By the bits: a comparison would be removed by compilers told that everything is finite.
@@ -31,20 +33,52 @@ inline float lerp(float from, float to, float share) {  // rounds as torch.lerp 
     return share < 0.5f ? from + share * (to - from) : to - (to - from) * (1 - share);
 }
 
-// A pending weight update: long = keep * long + take * short (the first time, short), count = 0.
-inline void fold(const Stream& s, int64_t channels, float keep, float take) {
-    if (!*s.pending) return;
+const float FULL = 32;  // elements per statistic in a window from which on the guard does nothing
+
+// What so many elements are of a full window; 1 where their number is not known, 0, or nothing is guarded.
+inline float share_of(const Settings& set, float elements) {
+    return set.guard && elements > 0 ? std::min(1.0f, elements / FULL) : 1.0f;
+}
+
+// Of the present window, with so many elements more.
+inline float window_share(const Settings& set, const State& state, float more) {
+    const float before = *state.elements_before;
+    return share_of(set, before > 0 ? std::max(*state.elements + more, before) : 0.0f);
+}
+
+struct Weights {
+    float lasting, recent;
+};
+
+// The weights of long and short for a window that holds only `share` of a full one: see `guarded` of stream.py.
+inline Weights guarded(const double* weights, float share, float part = 0) {
+    const float lasting = (float)weights[0], recent = (float)weights[1];
+    if (!(share < 1) || lasting == 0) return {lasting, recent};
+    const float taken = share * recent, least = (lasting + recent) * part;
+    const float lost = recent - (part > 0 ? std::max(taken, least) : taken);
+    return {lasting + lost, recent - lost};
+}
+
+// A pending weight update: long = keep * long + take * short (the first time, short), count = 0. Whether it was one.
+inline bool fold(const Stream& s, int64_t channels, Weights weights) {
+    const bool due = *s.pending && *s.count != 0;
     *s.pending = false;
-    if (*s.count == 0) return;
+    if (!due) return false;
     for (int64_t i = 0; i < 2 * channels; i++)
-        s.lasting[i] = *s.empty ? s.recent[i] : keep * s.lasting[i] + take * s.recent[i];
+        s.lasting[i] = *s.empty ? s.recent[i] : weights.lasting * s.lasting[i] + weights.recent * s.recent[i];
     *s.count = 0;
     *s.empty = false;
+    return true;
 }
 
 inline void fold_pending(const Settings& set, const State& state, int64_t channels) {
-    fold(state.stats, channels, (float)set.kappa[0], (float)set.kappa[1]);
-    fold(state.grads, channels, (float)set.kappa[2], (float)set.kappa[3]);
+    if (!*state.stats.pending && !*state.grads.pending) return;
+    const float elements = *state.elements;
+    const float share = share_of(set, elements), part = elements / std::max(*state.seen, 1.0f);
+    fold(state.grads, channels, guarded(set.kappa + 2, share, part));
+    if (!fold(state.stats, channels, guarded(set.kappa, share, part))) return;
+    *state.elements_before = elements;
+    *state.elements = 0;
 }
 
 // count += 1; short += (value - short) / count, and what long and short then blend to. Without `accept` nothing is
@@ -54,9 +88,9 @@ struct Push {
     const float share, long_weight, short_weight;
     const bool empty;
 
-    Push(const Stream& s, const double* weights, bool accept)
-        : stream(s), share(accept ? 1.0f / (float)(*s.count + 1) : 0.0f), long_weight((float)weights[0]),
-          short_weight((float)weights[1]), empty(*s.empty) {}
+    Push(const Stream& s, Weights weights, bool accept)
+        : stream(s), share(accept ? 1.0f / (float)(*s.count + 1) : 0.0f), long_weight(weights.lasting),
+          short_weight(weights.recent), empty(*s.empty) {}
     float blend(float lasting, float recent) const {
         return long_weight * (empty ? recent : lasting) + short_weight * recent;
     }
@@ -98,14 +132,17 @@ inline float layer_sigma(const float* sigma, int64_t channels, int64_t p) {
 inline void stream_statistics(const Settings& set, const State& state, int64_t channels, float elements, Kept kept) {
     const bool accept = all_finite(kept.mean, channels) && all_finite(kept.sigma, channels);
     *kept.accept = accept;
-    if (accept) *state.seen += elements;
+    *kept.share = window_share(set, state, accept ? elements : 0);
+    if (accept) *state.seen += elements, *state.elements += elements;
+    *kept.window = *state.elements_before;
+    *kept.total = *state.seen - *state.elements;
     *kept.w = warm_up(set, *state.seen);
     if (!accept) {
         std::copy(state.mean, state.mean + channels, kept.mean_hat);
         std::copy(state.sigma, state.sigma + channels, kept.sigma_hat);
         return;
     }
-    const Push push(state.stats, set.alpha, true);
+    const Push push(state.stats, guarded(set.alpha, *kept.share), true);
     push.take(0, channels, kept.mean);
     push.take(channels, channels, kept.sigma);
     push.blend_all(0, channels, kept.mean_hat);
@@ -122,6 +159,12 @@ inline void stream_statistics(const Settings& set, const State& state, int64_t c
     std::copy(kept.sigma_hat, kept.sigma_hat + channels, state.sigma);
 }
 
+inline double square_sum(const float* values, int64_t n) {
+    double total = 0;
+    for (int64_t i = 0; i < n; i++) total += (double)values[i] * values[i];
+    return total;
+}
+
 // What flows on into S(x) in place of g, from the blend of H2 with g pushed.
 inline float passed_on(const Settings& set, float blend, float g, float factor) {
     const float present = (float)set.beta[2];
@@ -134,17 +177,20 @@ inline bool stream_gradients(const Settings& set, const State& state, int64_t ch
     const int64_t n = 2 * channels;
     if (scale != 1)
         for (int64_t i = 0; i < n; i++) g[i] /= scale;
-    const bool accept = *kept.accept != 0 && all_finite(g, n);
-    const Push push(state.grads, set.beta, accept);
-    const float factor = *kept.w * scale;
+    const bool accept = *kept.accept != 0 && all_finite(g, n), guards = *kept.share < 1;
+    const Push push(state.grads, guarded(set.beta, *kept.share), accept);
+    const double length = guards ? square_sum(g, n) : 0;
+    float factor = *kept.w * scale;
     push.take(0, n, g);
     if (set.beta[2] == 0) {
         push.blend_all(0, n, g);
-        for (int64_t i = 0; i < n; i++) g[i] *= factor;
     } else {
         for (int64_t i = 0; i < n; i++)
-            g[i] = passed_on(set, push.blend(state.grads.lasting[i], state.grads.recent[i]), g[i], factor);
+            g[i] = passed_on(set, push.blend(state.grads.lasting[i], state.grads.recent[i]), g[i], 1);
     }
+    const double streamed = guards ? square_sum(g, n) : 0;
+    if (length < streamed) factor *= (float)std::sqrt(length / streamed);  // no longer than g itself
+    for (int64_t i = 0; i < n; i++) g[i] *= factor;
     *state.grads.count += accept;
     return accept;
 }

@@ -8,6 +8,7 @@ enum Center : int64_t { MEAN, RUNNING, ZERO };
 struct Settings {
     int64_t p;       // 1 or 2
     int64_t center;
+    int64_t guard;
     double alpha[2], beta[3], kappa[4], warmup, eps;
 };
 
@@ -20,7 +21,7 @@ struct Stream {
 
 struct State {
     Stream stats, grads;
-    float *mean, *sigma, *seen, *loss_scale;
+    float *mean, *sigma, *seen, *elements, *elements_before, *loss_scale;
 };
 
 // A call of a layer. `rows`: x is (samples, channels) with `stride` from row to row; otherwise (samples, channels, space).
@@ -29,7 +30,7 @@ struct Layer {
     const State* state;
     int64_t rows, samples, channels, space, stride, threads;
     const float *x, *gain, *bias;  // gain and bias may be null
-    float* kept;                   // 5 * channels + 2, between forward and backward
+    float* kept;                   // 5 * channels + 5, between forward and backward
 };
 
 // The norm of one product of one gate.
