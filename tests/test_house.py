@@ -34,16 +34,17 @@ FLOORS = [
 ]
 LAB = [
     {"__init__", "errors", "runs"},
-    {"store", "figures", "scales", "models", "health"},
+    {"store", "figures", "scales", "models", "health", "grid"},
     {"data", "results"},
-    {"tasks", "measures"},
-    {"train", "claims"},
+    {"tasks", "measures", "online"},
+    {"train", "claims", "goals"},
     {"jobs", "progress", "view"},
     {"experiment"},
+    {"bench"},
     {"commands"},
 ]
 DATA = [{"download"}, {"cifar", "index"}, {"__init__"}]
-VIEW = [{"__init__", "lines", "looks", "page"}, {"matrix"}, {"plot"}, {"report"}]
+VIEW = [{"__init__", "lines", "looks", "page", "cells"}, {"matrix"}, {"plot"}, {"report", "panels"}]
 LATE = {"drawing.py", "monitoring.py"}  # may import what torch does not need, inside functions and for types
 HOUSES = {SOURCE: FLOORS, SOURCE / "lab": LAB, SOURCE / "lab/data": DATA, SOURCE / "lab/view": VIEW}
 

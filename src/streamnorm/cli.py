@@ -5,11 +5,14 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from ._version import __version__
 from .lab import commands
 from .lab.errors import LabError
 from .lab.figures import FIGURES
+from .lab.grid import BATCHES, NETS, SAMPLES
+from .lab.runs import IMAGES
 from .lab.scales import SCALES
 
 DESCRIPTION = """The experiments of "Streaming Normalization" (Liao, Kawaguchi, Poggio 2016), one command each."""
@@ -19,8 +22,15 @@ EXAMPLES = """examples:
   streamnorm run online --data-dir FOLDER --jobs 2  CIFAR-10 from a folder, two processes
   streamnorm run rnn --preset paper --seeds 5       the paper's own scale
   streamnorm report                                 all results so far as one page
+  streamnorm bench-online --data digits             tiny batches: every norm at every size, over many learning rates
 Ctrl-C stops a run; the same command goes on where it stopped. Runs that were trained before are not trained again.
 """
+
+ONLINE = """Plain SGD, once over the samples. Learning rates are for one sample per update, and multiplied by the root
+of the samples per update. A run diverges if a loss is not finite or the test loss ten times that of guessing.
+The convolutional networks take longest: for a part of them, --net convolutional --samples 1,2,32.
+"""
+DEFAULT_NETS = ("fully-connected", "recurrent")
 
 
 def count(text: str) -> int:
@@ -28,6 +38,28 @@ def count(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text!r} must be a whole number, 1 or more")
     return value
+
+
+def counts(text: str) -> tuple[int, ...]:
+    """Each once, smallest first."""
+    return tuple(sorted({count(part.strip()) for part in text.split(",")}))
+
+
+def rates(text: str) -> int | tuple[float, ...]:
+    """A whole number is how many, anything else the rates themselves."""
+    if text.isascii() and text.isdigit():
+        return count(text)
+    try:
+        values = sorted({float(part) for part in text.split(",")})
+    except ValueError:
+        values = [0.0]
+    if not all(0 < value < float("inf") for value in values):
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number, or positive rates such as 0.01,0.1")
+    return tuple(values)
+
+
+def listed(values: Sequence[int]) -> str:
+    return f"default: {','.join(map(str, values))}"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -53,11 +85,37 @@ def parser() -> argparse.ArgumentParser:
         "--jobs", type=count, default=1, metavar="N", help="runs trained at a time, in processes (default: 1)"
     )
     out(run)
+    bench_online(commands, raw)
 
     report = commands.add_parser("report", help="all results in a folder as one HTML page: figures, claims, settings")
     out(report)
     report.add_argument("--html", type=Path, metavar="FILE", help="where to write it (default: report.html in --out)")
     return top
+
+
+def bench_online(commands: Any, raw: type[argparse.HelpFormatter]) -> None:
+    bench = commands.add_parser(
+        "bench-online", help="measure online learning: networks x norms x sizes of batches x learning rates",
+        formatter_class=raw, epilog=ONLINE,
+    )  # fmt: skip
+    bench.add_argument(
+        "--net", action="append", choices=NETS, help="may be repeated (default: fully-connected and recurrent)"
+    )
+    bench.add_argument("--samples", type=counts, default=SAMPLES, metavar="N,N", help=f"per batch ({listed(SAMPLES)})")
+    bench.add_argument(
+        "--batches", type=counts, default=BATCHES, metavar="N,N", help=f"per weight update ({listed(BATCHES)})"
+    )
+    bench.add_argument(
+        "--rates", type=rates, metavar="N|R,R", help="how many of the network's own, or others with their points"
+    )
+    bench.add_argument("--size", type=count, default=4000, metavar="N", help="samples seen in a run (default: 4000)")
+    bench.add_argument("--seeds", type=count, default=3, metavar="N", help="runs at each rate (default: 3)")
+    bench.add_argument("--data", choices=IMAGES, default="cifar10", help="(default: cifar10)")
+    bench.add_argument("--data-dir", type=Path, metavar="FOLDER", help="where the data is (default: a cache folder)")
+    bench.add_argument("--jobs", type=count, default=1, metavar="N", help="runs trained at a time (default: 1)")
+    bench.add_argument("--no-train", action="store_true", help="train nothing: show the runs that are there already")
+    bench.add_argument("--page", type=Path, metavar="FILE", help="a Markdown page whose tables are to be filled in")
+    out(bench)
 
 
 def out(command: argparse.ArgumentParser) -> None:
@@ -81,6 +139,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 data_folder=chosen.data_dir,
                 seeds=chosen.seeds,
                 jobs=chosen.jobs,
+                command=shlex.join(["streamnorm", *given]),
+            )
+        elif chosen.command == "bench-online":
+            commands.bench_online(
+                chosen.net or DEFAULT_NETS,
+                chosen.samples,
+                chosen.batches,
+                chosen.rates,
+                size=chosen.size,
+                seeds=chosen.seeds,
+                data=chosen.data,
+                data_folder=chosen.data_dir,
+                jobs=chosen.jobs,
+                out=chosen.out,
+                training=not chosen.no_train,
+                page=chosen.page,
                 command=shlex.join(["streamnorm", *given]),
             )
         else:

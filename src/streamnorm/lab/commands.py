@@ -5,13 +5,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 
+from .bench import run_grid
 from .claims import Verdict, judge
 from .errors import LabError
 from .experiment import run_figure
 from .figures import FIGURES, Figure
+from .grid import Grid, rates_of
 from .results import FigureResults, Result, ends, mean_and_error, read_folder
 from .runs import IMAGES
 from .scales import SCALES
+from .view import cells
+from .view.panels import draw_grid
 from .view.plot import draw, style
 from .view.report import write_report
 
@@ -36,8 +40,7 @@ def run(
     """Train figures, and show what came out: a table, the claims, a drawing."""
     figures = _figures(names)
     _check_data(figures, data)
-    if data_folder is not None and not data_folder.exists():
-        raise LabError(f"--data-dir {data_folder} does not exist: pass the folder that holds the data")
+    _check_folder(data_folder)
     with style():  # needs matplotlib: said before the hours of work, not after
         pass
     for figure in figures:
@@ -59,6 +62,48 @@ def run(
             print(path)
 
 
+def bench_online(
+    nets: Sequence[str],
+    samples: tuple[int, ...],
+    batches: tuple[int, ...],
+    rates: int | tuple[float, ...] | None,
+    size: int,
+    seeds: int,
+    data: str,
+    data_folder: Path | None,
+    jobs: int,
+    out: Path,
+    training: bool,
+    page: Path | None,
+    command: str,
+) -> None:
+    """Measure online learning, and show what came out: a table, the goals, a drawing, and a page of tables."""
+    size = min(size, IMAGES[data])
+    grids = [Grid(net, samples, batches, _rates(net, rates), seeds, size, data) for net in dict.fromkeys(nets)]
+    _check_folder(data_folder)
+    with style():
+        pass
+    for grid in grids:
+        found = run_grid(grid, out, data_folder=data_folder, jobs=jobs, training=training, command=command)
+        print(cells.table(found))
+        print(cells.verdicts(found))
+        if page is not None:
+            cells.fill(page, found)
+        for path in [out / f"{grid.file_name}.json", *draw_grid(found, out)]:
+            print(path)
+
+
+def _rates(net: str, wanted: int | tuple[float, ...] | None) -> tuple[float, ...]:
+    """Those that were asked for; of a network's own rates all, or so many in the middle."""
+    own = rates_of(net)
+    if not isinstance(wanted, int):
+        return wanted or own
+    if wanted > len(own):
+        raise LabError(f"--rates {wanted}: {net} has {len(own)} of its own; list others, such as 0.01,0.1")
+    start = (len(own) - wanted) // 2
+    return own[start : start + wanted]
+
+
 def report(out: Path, path: Path) -> None:
     """Draw and judge all results in a folder again, and write them as one page."""
     found = read_folder(out)
@@ -77,6 +122,11 @@ def _figures(names: Sequence[str]) -> list[Figure]:
         if name not in FIGURES:
             raise LabError(f"no figure called {name!r}: there are {', '.join(FIGURES)}, or all")
     return [FIGURES[name] for name in dict.fromkeys(names)]
+
+
+def _check_folder(folder: Path | None) -> None:
+    if folder is not None and not folder.exists():
+        raise LabError(f"--data-dir {folder} does not exist: pass the folder that holds the data")
 
 
 def _check_data(figures: Sequence[Figure], data: Sequence[str]) -> None:

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -63,21 +64,26 @@ def _data_for(run: Run, data: Sequence[str]) -> str | None:
 
 def estimate(runs: list[Run], load: Loader, root: Path, jobs: int, say: Say) -> list[float]:
     """Seconds that each of `runs` will take, by a few updates of each kind, and a word about it."""
-    missing = [run for run in runs if not is_done(run, load(run), root)]
+    missing = {run: _kind(run) for run in runs if not is_done(run, load(run), root)}
     known: dict[Run, float] = {}
     threads = torch.get_num_threads()
     if missing:
         say(f"{len(missing)} runs to train, {len(runs) - len(missing)} done before; measuring how long they take ...")
         jobs = min(jobs, len(missing))
         torch.set_num_threads(max(threads // jobs, 1))
-        for run in missing:
-            if run.with_seed(0) not in known:
-                known[run.with_seed(0)] = seconds(run, load)
+        for run, kind in missing.items():
+            if kind not in known:
+                known[kind] = seconds(run, load)
         torch.set_num_threads(threads)
-    costs = [0.0 if run not in missing else known[run.with_seed(0)] for run in runs]
+    costs = [known[missing[run]] if run in missing else 0.0 for run in runs]
     if missing:
         say(f"about {duration(max(sum(costs) / jobs, max(costs)))} in {jobs} process{'es' * (jobs > 1)}")
     return costs
+
+
+def _kind(run: Run) -> Run:
+    """The same for runs that take equally long: neither seeds nor learning rates matter."""
+    return replace(run, seed=0, rates=((0.0, run.epochs),))
 
 
 def duration(length: float) -> str:

@@ -16,6 +16,7 @@ from .. import GRU, RNN, GeneralBatchNorm, SampleNorm, StreamingNorm, TimeSpecif
 from .runs import Norm, Run
 
 Make = Callable[[int, int], nn.Module]
+SIDE = 32  # of an image
 
 
 def make_norm(norm: Norm, channels: int, steps: int, **place: object) -> nn.Module:
@@ -28,8 +29,27 @@ def make_norm(norm: Norm, channels: int, steps: int, **place: object) -> nn.Modu
     if norm.kind == "timed":
         return TimeSpecificNorm(channels, steps, momentum=norm.momentum, **common)
     if norm.kind == "streaming":
-        return StreamingNorm(channels, alpha=norm.alpha, beta=norm.beta, warmup=norm.warmup, **common)
-    raise ValueError(f"norm kind {norm.kind!r}: must be sample, batch, timed or streaming")
+        own: Any = {"alpha": norm.alpha, "beta": norm.beta, "warmup": norm.warmup, "guard": norm.guard}
+        return StreamingNorm(channels, **own, **common)
+    if norm.kind == "group":
+        return GroupNorm(4, channels, eps=norm.eps)
+    if norm.kind == "none":
+        return Nothing()
+    raise ValueError(f"norm kind {norm.kind!r}: must be sample, batch, timed, streaming, group or none")
+
+
+class GroupNorm(nn.GroupNorm):
+    """Called as the other norms are."""
+
+    def forward(self, x: Tensor, step: int = 0) -> Tensor:
+        return super().forward(x)
+
+
+class Nothing(nn.Module):
+    """In the place of a norm."""
+
+    def forward(self, x: Tensor, step: int = 0) -> Tensor:
+        return x
 
 
 def build(run: Run, symbols: int = 0) -> nn.Module:
@@ -41,9 +61,11 @@ def build(run: Run, symbols: int = 0) -> nn.Module:
         return NetC(make, run.width, *run.unroll, tied=run.tied)
     if run.net == "D":
         return NetD(make, run.width, run.unroll[0])
+    if run.net == "rows":
+        return NetRows(run)
     if run.is_text:
         return CharModel(run, symbols)
-    raise ValueError(f"net {run.net!r}: must be A, C, D, rnn or gru")
+    raise ValueError(f"net {run.net!r}: must be A, C, D, rows, rnn or gru")
 
 
 class NetA(nn.Module):
@@ -51,7 +73,7 @@ class NetA(nn.Module):
 
     def __init__(self, make: Make, width: int) -> None:
         super().__init__()
-        sizes = [3 * 32 * 32, width, width, width]
+        sizes = [3 * SIDE * SIDE, width, width, width]
         self.products = nn.ModuleList(nn.Linear(a, b, bias=False) for a, b in pairwise(sizes))
         self.norms = nn.ModuleList(make(size, 1) for size in sizes[1:])
         self.head = nn.Linear(width, 10)
@@ -145,6 +167,23 @@ class NetD(nn.Module):
         for t in range(self.steps):
             one, two = one + self.t11(one, t) + self.t21(two, t), two + self.t22(two, t) + self.t12(one, t)
         return cast(Tensor, self.readout(two))
+
+
+class NetRows(nn.Module):
+    """An RNN that reads an image from the top, a strip of `chunk` rows at a step, and a Linear on its last state."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__()
+        self.strip = run.chunk
+        norm = None if run.norm.kind == "none" else partial(make_norm, run.norm, steps=SIDE // run.chunk)
+        self.recurrent = RNN(3 * SIDE * run.chunk, run.width, norm=norm)
+        self.head = nn.Linear(run.width, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        # (T, N, 3, strip, 32)
+        strips = x.unflatten(2, (-1, self.strip)).movedim(2, 0)  # type: ignore[no-untyped-call]
+        _, state = self.recurrent(strips.flatten(2))
+        return cast(Tensor, self.head(cast(Tensor, state)[-1]))
 
 
 class CharModel(nn.Module):

@@ -71,9 +71,16 @@ def read_results(path: Path) -> FigureResults:
 
 def read_folder(folder: Path) -> list[FigureResults]:
     """All results in `folder`, in the order of the figures."""
-    found = [read_results(path) for path in sorted(folder.glob("*.json"))]
+    paths = sorted(path for path in folder.glob("*.json") if not is_other(path))
+    found = [read_results(path) for path in paths]
     order = list(FIGURES)
     return sorted(found, key=lambda each: order.index(each.figure.name))
+
+
+def is_other(path: Path) -> bool:
+    """Whether this is what `streamnorm bench-online` has written: no figure, but it may lie in the same folder."""
+    content = read_json(path)
+    return isinstance(content, dict) and "online" in content
 
 
 def points(result: Result, name: str) -> Points:

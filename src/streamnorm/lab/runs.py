@@ -12,7 +12,11 @@ IMAGES = {"cifar10": 50_000, "digits": 1_437}  # how many there are to train on;
 
 @dataclass(frozen=True)
 class Norm:
-    """A normalization as data. `kind`: "sample", "batch", "timed" (time-specific batch norm) or "streaming"."""
+    """A normalization as data.
+
+    `kind`: "sample", "batch", "timed" (time-specific batch norm), "streaming", "group" (torch's own, four groups) or
+    "none".
+    """
 
     kind: str
     ref: str = "BA1"
@@ -23,13 +27,14 @@ class Norm:
     warmup: int = 256  # ours, not the paper's: see the design
     momentum: float = 0.1  # of the running estimates of batch norms
     eps: float = 1e-5
+    guard: bool = False  # ours, not the paper's; figures of the paper do without
 
 
 @dataclass(frozen=True)
 class Run:
     """One training of one network. Two runs are the same if all of this is, and the data too."""
 
-    net: str  # "A", "C" (B is C with unroll 1, 1), "D", "rnn" or "gru"
+    net: str  # "A", "C" (B is C with unroll 1, 1), "D", "rows" (an RNN over images), "rnn" or "gru"
     norm: Norm
     samples: int = 32  # per batch; of a text: parallel streams
     batches: int = 1  # per weight update
@@ -63,8 +68,11 @@ class Run:
         return self.rates[-1][0]
 
     def settings(self) -> dict[str, Any]:
-        """As JSON has them: lists, no tuples."""
-        return dict(json.loads(json.dumps(asdict(self))))
+        """As JSON has them: lists, no tuples. What came later than the first results is left out where it is off."""
+        settings = dict(json.loads(json.dumps(asdict(self))))
+        if not self.norm.guard:
+            del settings["norm"]["guard"]
+        return settings
 
     def address(self, fingerprint: str) -> str:
         """The run's name on disk; `fingerprint` is that of the data."""

@@ -16,6 +16,7 @@ Scores = dict[str, float]  # "loss", and for images "error": the share that is w
 CLASSES = 10
 EVALUATION_BATCH = 250
 VALIDATION_STREAMS = 64
+IMAGE_CHANCE: Scores = {"loss": math.log(CLASSES), "error": 1 - 1 / CLASSES}  # what guessing gives
 
 
 class Task(Protocol):
@@ -46,7 +47,7 @@ class ImageTask:
 
     def __init__(self, run: Run, images: Images) -> None:
         self.run = run
-        self.chance = {"loss": math.log(CLASSES), "error": 1 - 1 / CLASSES}
+        self.chance = IMAGE_CHANCE
         self.x, self.y = images.train[: run.train_size], images.train_labels[: run.train_size]
         self.test_x, self.test_y = images.test[: run.test_size], images.test_labels[: run.test_size]
         self.mean, self.std = (s.reshape(-1, 1, 1) for s in (images.mean, images.std))

@@ -46,10 +46,15 @@ def draw(results: FigureResults, folder: Path) -> list[Path]:
 def render(results: FigureResults, kind: str) -> bytes:
     """The figure as the contents of a file; `kind`: "png" or "svg"."""
     with style():
-        file = io.BytesIO()
-        metadata = {"Date": None} if kind == "svg" else {"Software": None}
-        build(results).savefig(file, format=kind, dpi=150, metadata=metadata)
-        return file.getvalue()
+        return file_of(build(results), kind)
+
+
+def file_of(drawing: "Drawing", kind: str) -> bytes:
+    """A drawing as the contents of a file, without the time it was made."""
+    file = io.BytesIO()
+    metadata = {"Date": None} if kind == "svg" else {"Software": None}
+    drawing.savefig(file, format=kind, dpi=150, metadata=metadata)
+    return file.getvalue()
 
 
 @contextmanager

@@ -1,0 +1,72 @@
+"""What streaming normalization should achieve in online learning, judged cell by cell against the usual norm."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from .grid import OURS, RIVALS, is_convolutional
+from .online import Cell, Online
+
+Judge = Callable[[Cell, Cell], str | None]  # ours, theirs -> why it is lost, None if it is reached
+FEW = 2  # samples per batch, at most, where a convolutional net should gain
+
+
+@dataclass
+class Goal:
+    """Cells by name, samples x batches."""
+
+    text: str
+    reached: list[str] = field(default_factory=list)
+    lost: dict[str, str] = field(default_factory=dict)  # and why
+    open: list[str] = field(default_factory=list)  # not all runs are there
+
+
+def goals(results: Online) -> list[Goal]:
+    """Every goal for a network, with the cells that reach it."""
+    net, samples = results.grid.net, results.grid.samples
+    rival = RIVALS[net]
+    steady = f"diverges at no learning rate more often than {rival}"
+    found = [_judge(results, Goal(steady), samples, _diverges_no_more)]
+    if is_convolutional(net):
+        few = tuple(each for each in samples if each <= FEW)
+        found.append(_judge(results, Goal(f"is better than {rival} at 1 and 2 samples per batch"), few, _better))
+    else:
+        near = f"is at most one standard error of the difference below {rival}"
+        found.append(_judge(results, Goal(near), samples, _not_below))
+    return found
+
+
+def _judge(results: Online, goal: Goal, samples: tuple[int, ...], judge: Judge) -> Goal:
+    for batches in results.grid.batches:
+        for size in samples:
+            name = f"{size} x {batches}"
+            ours, theirs = (results.cell(norm, size, batches) for norm in (OURS, RIVALS[results.grid.net]))
+            if ours is None or theirs is None:
+                goal.open.append(name)
+            elif (why := judge(ours, theirs)) is not None:
+                goal.lost[name] = why
+            else:
+                goal.reached.append(name)
+    return goal
+
+
+def _diverges_no_more(ours: Cell, theirs: Cell) -> str | None:
+    """Stricter than never where the other does not: not more often at any rate."""
+    rates = [f"{rate:g}" for rate, count in ours.diverged.items() if count > theirs.diverged[rate]]
+    return f"at {', '.join(rates)}" if rates else None
+
+
+def _not_below(ours: Cell, theirs: Cell) -> str | None:
+    """The best means differ by no more than the root of the sum of the squares of their standard errors."""
+    below, error = theirs.best[0] - ours.best[0], _error(ours, theirs)
+    return None if below <= error else f"{-below:+.1f} ± {error:.1f}"
+
+
+def _better(ours: Cell, theirs: Cell) -> str | None:
+    above = ours.best[0] - theirs.best[0]
+    return None if above > 0 else f"{above:+.1f} ± {_error(ours, theirs):.1f}"
+
+
+def _error(ours: Cell, theirs: Cell) -> float:
+    """Of the difference; one seed has none, and counts as zero."""
+    return math.hypot(*(0.0 if math.isnan(error) else error for _, error in (ours.best, theirs.best)))

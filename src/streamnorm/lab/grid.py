@@ -1,0 +1,133 @@
+"""Online learning, as data: every kind of network at every size of batch and window, over two decades of rates.
+
+One pass over a few thousand samples with plain SGD. The unit is a `Place`: a network, a norm, samples per batch and
+batches per update; its runs differ in learning rate and seed. A `Grid` is all places of a network.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from .runs import Norm, Run
+
+SAMPLES, BATCHES = (1, 2, 4, 8, 32), (1, 8, 32)
+# For one sample per update; multiplied by the root of the samples per update.
+RATES = (0.0003, 0.001, 0.003, 0.01, 0.03)
+CONV_RATES = (0.001, 0.01, 0.1)
+FULL = 32  # elements per statistic in a window from which on the guard does nothing
+TEST_SIZE = 2_000
+ONCE = 1_000_000_000  # mini-batches between evaluations: at the end only
+
+NETS = {
+    "fully-connected": Run("A", Norm("none"), width=128),
+    "recurrent": Run("rows", Norm("none"), width=128, chunk=4),
+    "convolutional": Run("C", Norm("none"), width=16),
+    "convolutional-recurrent": Run("C", Norm("none"), width=16, unroll=(2, 2)),
+}
+# The norm that ours is measured against, and is to be as good as.
+RIVALS = {
+    "fully-connected": "layer norm",
+    "recurrent": "layer norm",
+    "convolutional": "group norm",
+    "convolutional-recurrent": "group norm",
+}
+OURS = "streaming"
+LITERAL = Norm("streaming", center="running")
+LASTING = replace(LITERAL, alpha=(0.97, 0.03))  # a memory ten times as long
+NORMS = {
+    "none": Norm("none"),
+    "layer norm": Norm("sample", ref="SP1"),
+    "group norm": Norm("group"),
+    "batch norm": Norm("batch"),
+    "streaming, guard=False": LITERAL,
+    "streaming": replace(LITERAL, guard=True),
+    "streaming (.97, .03), guard=False": LASTING,
+    "streaming (.97, .03)": replace(LASTING, guard=True),
+}
+
+
+@dataclass(frozen=True)
+class Place:
+    net: str
+    norm: str
+    samples: int
+    batches: int
+
+    @property
+    def elements(self) -> int:
+        """Per statistic in a window, at least."""
+        per_sample = {"fully-connected": 1, "recurrent": 8}.get(self.net, 256)  # timesteps, or the smallest map
+        return self.samples * self.batches * per_sample
+
+    def rate(self, base: float) -> float:
+        return float(f"{base * (self.samples * self.batches) ** 0.5:.2g}")
+
+    def run(self, base: float, seed: int, size: int, data: str = "cifar10") -> Run:
+        """A run of this place. Where the guard has nothing to do, with it is the same run as without."""
+        norm = NORMS[self.norm]
+        return replace(
+            NETS[self.net],
+            norm=replace(norm, guard=norm.guard and self.elements < FULL),
+            samples=self.samples,
+            batches=self.batches,
+            momentum=0.0,
+            rates=((self.rate(base), 1),),
+            data=data,
+            train_size=size,
+            test_size=TEST_SIZE,
+            evaluate=ONCE,
+            seed=seed,
+        )
+
+
+def is_convolutional(net: str) -> bool:
+    return net.startswith("convolutional")
+
+
+def rates_of(net: str) -> tuple[float, ...]:
+    return CONV_RATES if is_convolutional(net) else RATES
+
+
+def norms_of(net: str) -> list[str]:
+    """Layer norm or group norm, whichever is usual in such a network, and all others."""
+    return [norm for norm in NORMS if norm == RIVALS[net] or norm not in RIVALS.values()]
+
+
+def can_run(net: str, norm: str, samples: int) -> bool:
+    """Batch norm cannot on batches of one, in a net without space; it is not tried there."""
+    return norm != "batch norm" or is_convolutional(net) or samples > 1
+
+
+def places(net: str, samples: Sequence[int] = SAMPLES, batches: Sequence[int] = BATCHES) -> Iterator[Place]:
+    """All places of a network."""
+    for norm in norms_of(net):
+        for size in samples:
+            for count in batches:
+                if can_run(net, norm, size):
+                    yield Place(net, norm, size, count)
+
+
+@dataclass(frozen=True)
+class Grid:
+    """What is measured of one network. `rates`: for one sample per update."""
+
+    net: str
+    samples: tuple[int, ...]
+    batches: tuple[int, ...]
+    rates: tuple[float, ...]
+    seeds: int
+    size: int
+    data: str
+
+    @property
+    def file_name(self) -> str:
+        return "-".join(["online", self.net, *([] if self.data == "cifar10" else [self.data])])
+
+    def runs(self) -> dict[tuple[Run, float], list[Place]]:
+        """All distinct runs, by run and rate, one seed after the other, each with the places that share it."""
+        found: dict[tuple[Run, float], list[Place]] = {}
+        for seed in range(self.seeds):
+            for place in places(self.net, self.samples, self.batches):
+                for base in self.rates:
+                    run = place.run(base, seed, self.size, self.data)
+                    found.setdefault((run, base), []).append(place)
+        return found

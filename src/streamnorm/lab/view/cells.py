@@ -1,0 +1,121 @@
+"""A grid as tables: for a terminal, and in Markdown between the marks of a page."""
+
+import math
+import re
+from pathlib import Path
+
+from ..errors import LabError
+from ..goals import Goal, goals
+from ..grid import norms_of
+from ..online import Cell, Online
+from ..store import complaining, write_text
+
+MARKS = "<!-- {name} -->", "<!-- end of {name} -->"  # around the generated part of a page
+
+
+def heading(results: Online) -> str:
+    grid = results.grid
+    seeds = f"{grid.seeds} seed{'s' * (grid.seeds != 1)}"
+    return (
+        f"{grid.net}: {grid.size:,} samples of {grid.data}, {len(grid.rates)} learning rates, {seeds}; "
+        f"{len(results.runs):,} of {results.planned:,} runs"
+    )
+
+
+# Terminal
+
+
+def table(results: Online) -> str:
+    """Accuracy at the best rate, at the median one, and how many runs diverged: a block per batches per update."""
+    grid, norms = results.grid, norms_of(results.grid.net)
+    width = max(map(len, norms))
+    lines = [heading(results), "accuracy in %: at the best rate (median of the rates) [runs that diverged]"]
+    for batches in grid.batches:
+        lines.append(f"{_window(batches):{width}}" + "".join(f"{_samples(size):>18}" for size in grid.samples))
+        for norm in norms:
+            texts = [_short(results, norm, size, batches) for size in grid.samples]
+            lines.append(f"{norm:{width}}" + "".join(f"{text:>18}" for text in texts))
+    return "\n".join(lines)
+
+
+def verdicts(results: Online) -> str:
+    return "\n".join(f"streaming {text}" for text in map(_verdict, goals(results)))
+
+
+def _short(results: Online, norm: str, samples: int, batches: int) -> str:
+    cell = results.cell(norm, samples, batches)
+    if cell is None:
+        return results.state(norm, samples, batches)
+    return f"{cell.best[0]:.1f} ({cell.median:.1f})" + _count(cell)
+
+
+def _count(cell: Cell) -> str:
+    return f" [{sum(cell.diverged.values())}]" if any(cell.diverged.values()) else ""
+
+
+def _window(batches: int) -> str:
+    return f"{batches} batch{'es' * (batches > 1)} per update"
+
+
+def _samples(samples: int) -> str:
+    return f"{samples} sample{'s' * (samples > 1)}"
+
+
+def _verdict(goal: Goal) -> str:
+    """How many cells reach a goal; those that do not by name."""
+    judged = len(goal.reached) + len(goal.lost)
+    words = [f"{goal.text}: in {len(goal.reached)} of {judged} cells"]
+    if goal.lost:
+        words.append("not in " + ", ".join(f"{name} ({why})" for name, why in goal.lost.items()))
+    if goal.open:
+        words.append("runs are missing of " + (", ".join(goal.open) if judged else "all"))
+    return "; ".join(words)
+
+
+# Markdown
+
+
+def markdown(results: Online) -> str:
+    """The generated part of a page: tables, then goals."""
+    grid = results.grid
+    parts = [f"`{results.command}`", heading(results) + "."]
+    for batches in grid.batches:
+        heads = [_window(batches), *map(_samples, grid.samples)]
+        rows = [[norm, *(_long(results, norm, size, batches) for size in grid.samples)] for norm in norms_of(grid.net)]
+        parts.append("\n".join(map(_line, [heads, ["---"] * len(heads), *rows])))
+    parts.append("\n".join(f"- Streaming {_verdict(goal)}." for goal in goals(results)))
+    return "\n\n".join(parts)
+
+
+def _line(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _long(results: Online, norm: str, samples: int, batches: int) -> str:
+    cell = results.cell(norm, samples, batches)
+    if cell is None:
+        return results.state(norm, samples, batches)
+    mean, error = cell.best
+    spread = "" if math.isnan(error) else f" ± {error:.1f}"
+    return f"{mean:.1f}{spread} @ {cell.rate:g} ({cell.median:.1f})" + _count(cell)
+
+
+def filled(page: str, name: str, text: str) -> str | None:
+    """`page` with `text` between its marks for `name`; None where it has none."""
+    start, end = (mark.format(name=name) for mark in MARKS)
+    parts = re.split(f"(?<={re.escape(start)}\n).*(?={re.escape(end)})", page, flags=re.DOTALL)
+    return f"{parts[0]}\n{text}\n\n{parts[1]}" if len(parts) == 2 else None
+
+
+def fill(path: Path, results: Online) -> None:
+    """Put the tables into a page."""
+    try:
+        page = path.read_text()
+    except OSError as error:
+        raise LabError(f"--page {path} cannot be read ({error.strerror}): pass a Markdown page") from error
+    new = filled(page, results.grid.file_name, markdown(results))
+    if new is None:
+        start, end = (mark.format(name=results.grid.file_name) for mark in MARKS)
+        raise LabError(f"--page {path} has no place for the tables: put the lines {start} and {end} there")
+    with complaining(path):
+        write_text(path, new)
