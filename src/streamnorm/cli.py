@@ -11,7 +11,7 @@ from ._version import __version__
 from .lab import commands
 from .lab.errors import LabError
 from .lab.figures import FIGURES
-from .lab.grid import BATCHES, NETS, SAMPLES
+from .lab.grid import BATCHES, NETS, SAMPLES, SEEDS, SIZE
 from .lab.runs import IMAGES
 from .lab.scales import SCALES
 
@@ -108,8 +108,8 @@ def bench_online(commands: Any, raw: type[argparse.HelpFormatter]) -> None:
     bench.add_argument(
         "--rates", type=rates, metavar="N|R,R", help="how many of the network's own, or others with their points"
     )
-    bench.add_argument("--size", type=count, default=4000, metavar="N", help="samples seen in a run (default: 4000)")
-    bench.add_argument("--seeds", type=count, default=3, metavar="N", help="runs at each rate (default: 3)")
+    bench.add_argument("--size", type=count, default=SIZE, metavar="N", help=f"samples seen in a run (default: {SIZE})")
+    bench.add_argument("--seeds", type=count, default=SEEDS, metavar="N", help=f"runs at each rate (default: {SEEDS})")
     bench.add_argument("--data", choices=IMAGES, default="cifar10", help="(default: cifar10)")
     bench.add_argument("--data-dir", type=Path, metavar="FOLDER", help="where the data is (default: a cache folder)")
     bench.add_argument("--jobs", type=count, default=1, metavar="N", help="runs trained at a time (default: 1)")
@@ -155,7 +155,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 out=chosen.out,
                 training=not chosen.no_train,
                 page=chosen.page,
-                command=shlex.join(["streamnorm", *given]),
             )
         else:
             commands.report(chosen.out, chosen.html or chosen.out / "report.html")

@@ -1,13 +1,15 @@
 """From a grid to its results: say how long it will take, train what is missing, write one file."""
 
 import sys
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 from .data import Images
 from .experiment import Say, estimate
 from .grid import Grid
 from .jobs import Loader, run_all
-from .online import Online, Trained
+from .online import Online, Trained, read_online
 from .progress import Bar
 from .results import Result
 from .runs import Run
@@ -23,30 +25,27 @@ def run_grid(
     data_folder: Path | None = None,
     jobs: int = 1,
     training: bool = True,
-    command: str = "",
     say: Say = lambda line: print(line, file=sys.stderr),
 ) -> Online:
-    """The results of all runs of `grid`, written to `out`; of those that are there, where `training` is not wanted."""
+    """The results of all runs of `grid`, written to `out`.
+
+    Without `training`, of those runs that are there, or that the file in `out` tells of.
+    """
     check_writable(out)
-    load, planned = Loader(data_folder), grid.runs()
-    unique = list(dict.fromkeys(run for run, _ in planned))
-    root = out / "runs"
-    if training:
-        results = _trained(unique, load, root, jobs, say)
-    else:
-        done = [run for run in unique if is_done(run, load(run), root)]
-        results = {run: train(run, load(run), root) for run in done}  # which reads them
-        say(f"{len(results)} of {len(unique)} runs are trained")
-    rows = [
-        Trained.of((place.norm for place in places), base, results[run])
-        for (run, base), places in planned.items()
-        if run in results
-    ]
+    load, root = Loader(data_folder), out / "runs"
+    unique = list(dict.fromkeys(run for run, _ in grid.runs()))
     images = load(unique[0])
     assert isinstance(images, Images)
-    versions = {str(result["versions"]): result["versions"] for result in results.values()}
-    about = (images.note, images.fingerprint, command, list(versions.values()))
-    found = Online(grid, *about, IMAGE_CHANCE, rows)
+    path = out / f"{grid.file_name}.json"
+    before = read_online(path) if path.exists() and not training else None
+    if training:
+        results = _trained(unique, load, root, jobs, say)
+    else:  # `train` then reads them
+        results = {run: train(run, images, root) for run in unique if is_done(run, images, root)}
+    rows = _rows(grid, images.fingerprint, results, before.runs if before else [])
+    versions = [*(before.versions if before else []), *(result["versions"] for result in results.values())]
+    distinct = list({str(each): each for each in versions}.values())
+    found = Online(grid, images.note, images.fingerprint, distinct, IMAGE_CHANCE, rows)
     found.write(out)
     return found
 
@@ -58,3 +57,16 @@ def _trained(runs: list[Run], load: Loader, root: Path, jobs: int, say: Say) -> 
         return dict(zip(runs, run_all(runs, load, root, jobs, bar), strict=True))
     finally:
         bar.close()
+
+
+def _rows(grid: Grid, fingerprint: str, results: dict[Run, Result], told: Iterable[Trained]) -> list[Trained]:
+    """Of all runs that are known: by their results, or else by `told`."""
+    by_name = {(run.id, run.rate): run for run in told}
+    rows = []
+    for (run, rate), places in grid.runs().items():
+        norms = tuple(place.norm for place in places)
+        if run in results:
+            rows.append(Trained.of(norms, rate, results[run]))
+        elif row := by_name.get((run.address(fingerprint), rate)):
+            rows.append(replace(row, norms=norms))
+    return rows

@@ -75,7 +75,6 @@ def bench_online(
     out: Path,
     training: bool,
     page: Path | None,
-    command: str,
 ) -> None:
     """Measure online learning, and show what came out: a table, the goals, a drawing, and a page of tables."""
     size = min(size, IMAGES[data])
@@ -84,7 +83,7 @@ def bench_online(
     with style():
         pass
     for grid in grids:
-        found = run_grid(grid, out, data_folder=data_folder, jobs=jobs, training=training, command=command)
+        found = run_grid(grid, out, data_folder=data_folder, jobs=jobs, training=training)
         print(cells.table(found))
         print(cells.verdicts(found))
         if page is not None:

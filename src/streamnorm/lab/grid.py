@@ -14,7 +14,7 @@ SAMPLES, BATCHES = (1, 2, 4, 8, 32), (1, 8, 32)
 RATES = (0.0003, 0.001, 0.003, 0.01, 0.03)
 CONV_RATES = (0.001, 0.01, 0.1)
 FULL = 32  # elements per statistic in a window from which on the guard does nothing
-TEST_SIZE = 2_000
+SIZE, TEST_SIZE, SEEDS = 4_000, 2_000, 3
 ONCE = 1_000_000_000  # mini-batches between evaluations: at the end only
 
 NETS = {
@@ -122,6 +122,20 @@ class Grid:
     def file_name(self) -> str:
         return "-".join(["online", self.net, *([] if self.data == "cifar10" else [self.data])])
 
+    @property
+    def command(self) -> str:
+        """That measures this."""
+        others = {
+            "samples": (self.samples, SAMPLES),
+            "batches": (self.batches, BATCHES),
+            "rates": (self.rates, rates_of(self.net)),
+            "size": (self.size, SIZE),
+            "seeds": (self.seeds, SEEDS),
+            "data": (self.data, "cifar10"),
+        }
+        words = [f"--{name} {_text(value)}" for name, (value, usual) in others.items() if value != usual]
+        return " ".join([f"streamnorm bench-online --net {self.net}", *words])
+
     def runs(self) -> dict[tuple[Run, float], list[Place]]:
         """All distinct runs, by run and rate, one seed after the other, each with the places that share it."""
         found: dict[tuple[Run, float], list[Place]] = {}
@@ -131,3 +145,8 @@ class Grid:
                     run = place.run(base, seed, self.size, self.data)
                     found.setdefault((run, base), []).append(place)
         return found
+
+
+def _text(value: object) -> str:
+    """As an option has it; a rate without its point would be a number of rates."""
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)

@@ -18,7 +18,7 @@ from .results import PER_CENT, Result, mean_and_error
 from .store import read_json, write_text
 
 DIVERGED = 10.0  # times the loss of guessing
-ABOUT = ("note", "fingerprint", "command", "versions", "chance")  # a grid: what a file says of it in one field each
+ABOUT = ("note", "fingerprint", "versions", "chance")  # a grid: what a file says of it in one field each
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,6 @@ class Online:
     grid: Grid
     note: str  # about the data
     fingerprint: str  # of the data
-    command: str  # that gave this
     versions: list[dict[str, str]]  # that trained it
     chance: dict[str, float]  # what guessing gives
     runs: list[Trained]
@@ -119,15 +118,16 @@ class Online:
         return fmean(run.seconds for run in self.runs) if self.runs else math.nan
 
     def write(self, folder: Path) -> Path:
-        """Settings first, then a line for each run."""
+        """A line for each field, then one for each run: small changes of results are small changes of the file."""
         path = folder / f"{self.grid.file_name}.json"
-        head = {"online": self.grid.net, "grid": asdict(self.grid), "settings": settings(self.grid)}
-        head |= {name: getattr(self, name) for name in ABOUT}
+        head = {"online": self.grid.net, "command": self.grid.command, "grid": asdict(self.grid)}
+        head |= {"settings": settings(self.grid)} | {name: getattr(self, name) for name in ABOUT}
         head |= {"norms": list(NORMS), "columns": [field.name for field in fields(Trained)]}
         rows = [_row(run) for run in self.runs]
-        text = json.dumps(head, indent=1, allow_nan=False)
-        lines = ",\n".join(json.dumps(row, allow_nan=False, separators=(",", ":")) for row in rows)
-        write_text(path, f'{text[:-2]},\n "runs": [\n{lines}\n ]\n}}\n')
+        lines = [f"{json.dumps(name)}: {json.dumps(value, allow_nan=False)}" for name, value in head.items()]
+        runs = ",\n".join(json.dumps(row, allow_nan=False, separators=(",", ":")) for row in rows)
+        lines.append(f'"runs": [\n{runs}\n]')
+        write_text(path, "{" + ",\n".join(lines) + "}\n")
         return path
 
 

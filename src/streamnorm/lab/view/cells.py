@@ -68,7 +68,7 @@ def _verdict(goal: Goal) -> str:
     if goal.lost:
         words.append("not in " + ", ".join(f"{name} ({why})" for name, why in goal.lost.items()))
     if goal.open:
-        words.append("runs are missing of " + (", ".join(goal.open) if judged else "all"))
+        words.append("open, for want of runs or seeds: " + (", ".join(goal.open) if judged else "all"))
     return "; ".join(words)
 
 
@@ -78,7 +78,7 @@ def _verdict(goal: Goal) -> str:
 def markdown(results: Online) -> str:
     """The generated part of a page: tables, then goals."""
     grid = results.grid
-    parts = [f"`{results.command}`", heading(results) + "."]
+    parts = [f"`{grid.command}`", heading(results) + "."]
     for batches in grid.batches:
         heads = [_window(batches), *map(_samples, grid.samples)]
         rows = [[norm, *(_long(results, norm, size, batches) for size in grid.samples)] for norm in norms_of(grid.net)]

@@ -61,7 +61,8 @@ def build_grid(results: Online) -> "Drawing":
         note = f"at the best of {len(grid.rates)} learning rates; bars: ± one standard error; thin line: guessing"
         height = explain(drawing, lines, LOOKS, note)
         drawing.set_size_inches(WIDTH, HEIGHT + height)
-        drawing.suptitle(f"Online learning, {grid.net}: {grid.size:,} samples of {grid.data}", fontsize=11)
+        title = f"Online learning, {grid.net}: {grid.size:,} samples of {grid.data}"
+        drawing.suptitle(title, fontsize=11, fontweight="bold")
         return drawing
 
 
