@@ -220,18 +220,25 @@ def test_without_training_what_is_missing_is_shown_as_missing(copied, capsys):
     assert [goal.open for goal in goals(found)] == [["2 x 1"]] * 2
 
 
-def test_the_page_is_filled_between_its_marks(copied, tmp_path, capsys):
+def test_the_page_is_filled_between_its_marks(copied, tmp_path):
     page = tmp_path / "page.md"
     page.write_text(f"before\n<!-- {NAME} -->\nold\n<!-- end of {NAME} -->\nafter\n")
-    for _ in range(2):  # the second time changes nothing
-        assert main([*TINY, "--out", str(copied), "--no-train", "--page", str(page)]) == 0
-        tables = markdown(read(copied))
-        assert page.read_text() == f"before\n<!-- {NAME} -->\n\n{tables}\n\n<!-- end of {NAME} -->\nafter\n"
+    assert main([*TINY, "--out", str(copied), "--no-train", "--page", str(page)]) == 0
+    tables = markdown(read(copied))
+    whole = f"before\n<!-- {NAME} -->\n\n{tables}\n\n<!-- end of {NAME} -->\nafter\n"
+    assert page.read_text() == whole
+    fill(page, read(copied))  # again changes nothing
+    assert page.read_text() == whole
+
+
+def test_a_page_without_marks_is_refused_before_the_work(tmp_path, capsys):
+    page, out = tmp_path / "page.md", tmp_path / "out"
+    assert main([*TINY, "--out", str(out), "--page", str(page)]) == 2
+    assert "page.md cannot be read" in capsys.readouterr().err
     page.write_text("no marks")
-    assert main([*TINY, "--out", str(copied), "--no-train", "--page", str(page)]) == 2
+    assert main([*TINY, "--out", str(out), "--page", str(page)]) == 2
     assert f"put the lines <!-- {NAME} --> and <!-- end of {NAME} --> there" in capsys.readouterr().err
-    with pytest.raises(LabError, match="cannot be read"):
-        fill(tmp_path / "none.md", read(copied))
+    assert not out.exists()
 
 
 def test_figures_of_the_paper_may_lie_beside_it(measured):
@@ -373,7 +380,9 @@ def test_a_line_has_points_only_where_cells_are_whole(measured):
     missing = build_grid(replace(found, runs=found.runs[1:])).axes[0]
     assert math.isnan(_drawn(missing)[0])
     assert _drawn(missing)[1:] == whole["1 batch per update"][1:]
-    assert build_grid(replace(found, runs=[])).axes
+    for runs, words in ((found.runs, 0), ([], 1)):
+        for axes in build_grid(replace(found, runs=runs)).axes:
+            assert len(axes.texts) == words
 
 
 def _drawn(axes):

@@ -39,7 +39,7 @@ def run_grid(
     path = out / f"{grid.file_name}.json"
     before = read_online(path) if path.exists() and not training else None
     if training:
-        results = _trained(unique, load, root, jobs, say)
+        results = _trained(grid, load, root, jobs, say)
     else:  # `train` then reads them
         results = {run: train(run, images, root) for run in unique if is_done(run, images, root)}
     rows = _rows(grid, images.fingerprint, results, before.runs if before else [])
@@ -50,9 +50,14 @@ def run_grid(
     return found
 
 
-def _trained(runs: list[Run], load: Loader, root: Path, jobs: int, say: Say) -> dict[Run, Result]:
+def _trained(grid: Grid, load: Loader, root: Path, jobs: int, say: Say) -> dict[Run, Result]:
+    labels = {
+        run: f"{places[0].norm}, {run.samples} x {run.batches} at {rate:g}, seed {run.seed}"
+        for (run, rate), places in grid.runs().items()
+    }
+    runs = list(labels)
     costs = estimate(runs, load, root, jobs, say)
-    bar = Bar([f"{run.norm.kind} {run.samples} x {run.batches}, seed {run.seed}" for run in runs], costs)
+    bar = Bar(list(labels.values()), costs)
     try:
         return dict(zip(runs, run_all(runs, load, root, jobs, bar), strict=True))
     finally:

@@ -80,6 +80,9 @@ def bench_online(
     size = min(size, IMAGES[data])
     grids = [Grid(net, samples, batches, _rates(net, rates), seeds, size, data) for net in dict.fromkeys(nets)]
     _check_folder(data_folder)
+    if page is not None:
+        for grid in grids:
+            cells.with_tables(page, grid.file_name, "")  # a page without marks: said before the work too
     with style():
         pass
     for grid in grids:

@@ -8,7 +8,7 @@ from ..errors import LabError
 from ..goals import Goal, goals
 from ..grid import norms_of
 from ..online import Cell, Online
-from ..store import complaining, write_text
+from ..store import write_text
 
 MARKS = "<!-- {name} -->", "<!-- end of {name} -->"  # around the generated part of a page
 
@@ -107,15 +107,19 @@ def filled(page: str, name: str, text: str) -> str | None:
     return f"{parts[0]}\n{text}\n\n{parts[1]}" if len(parts) == 2 else None
 
 
-def fill(path: Path, results: Online) -> None:
-    """Put the tables into a page."""
+def with_tables(path: Path, name: str, text: str) -> str:
+    """The page at `path` with `text` in its place; says what is wrong with the page if it has none."""
     try:
         page = path.read_text()
-    except OSError as error:
-        raise LabError(f"--page {path} cannot be read ({error.strerror}): pass a Markdown page") from error
-    new = filled(page, results.grid.file_name, markdown(results))
+    except (OSError, UnicodeDecodeError) as error:
+        raise LabError(f"--page {path} cannot be read ({error}): pass a Markdown page") from error
+    new = filled(page, name, text)
     if new is None:
-        start, end = (mark.format(name=results.grid.file_name) for mark in MARKS)
+        start, end = (mark.format(name=name) for mark in MARKS)
         raise LabError(f"--page {path} has no place for the tables: put the lines {start} and {end} there")
-    with complaining(path):
-        write_text(path, new)
+    return new
+
+
+def fill(path: Path, results: Online) -> None:
+    """Put the tables into a page."""
+    write_text(path, with_tables(path, results.grid.file_name, markdown(results)))

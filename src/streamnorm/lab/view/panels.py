@@ -1,5 +1,6 @@
 """A grid as a drawing: accuracy against samples per batch, a line for each norm, a panel for each window."""
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -49,6 +50,8 @@ def build_grid(results: Online) -> "Drawing":
         for axes, batches in zip(panels, grid.batches, strict=True):
             for norm in norms:
                 draw_norm(axes, results, norm, batches)
+            if not axes.lines or not any(map(math.isfinite, axes.dataLim.intervaly)):
+                axes.text(0.5, 0.6, "no cell has all its runs", transform=axes.transAxes, ha="center", color="0.35")
             axes.axhline(PER_CENT * (1 - results.chance["error"]), color="0.6", linewidth=0.8, zorder=1)
             axes.set_xscale("log", base=2)
             axes.set_xticks(grid.samples, [str(size) for size in grid.samples])
