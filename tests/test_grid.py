@@ -2,6 +2,7 @@
 
 import json
 import math
+import shlex
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -220,6 +221,13 @@ def test_without_training_what_is_missing_is_shown_as_missing(copied, capsys):
     assert [goal.open for goal in goals(found)] == [["2 x 1"]] * 2
 
 
+def test_a_file_about_other_images_is_not_mixed_with_these(copied, capsys):
+    replace(read(copied), fingerprint="other").write(copied)
+    assert main([*TINY, "--out", str(copied), "--no-train"]) == 2
+    assert "is about other images: choose another --out" in capsys.readouterr().err
+    assert read(copied).fingerprint == "other"
+
+
 def test_the_page_is_filled_between_its_marks(copied, tmp_path):
     page = tmp_path / "page.md"
     page.write_text(f"before\n<!-- {NAME} -->\nold\n<!-- end of {NAME} -->\nafter\n")
@@ -356,7 +364,7 @@ def test_goals_need_all_runs_and_two_seeds():
     found = made_up("recurrent", [[30, 30]] * 2, [[30, 30]] * 2)
     for incomplete in (replace(found, runs=found.runs[1:]), made_up("recurrent", [[30]] * 2, [[30]] * 2)):
         assert [goal.open for goal in goals(incomplete)] == [["1 x 1"]] * 2
-        assert "in 0 of 0 cells; open, for want of runs or seeds: all" in verdicts(incomplete)
+        assert "layer norm: open in all cells, for want of runs or seeds" in verdicts(incomplete)
     lost = made_up("recurrent", [[20, 20], [None, 10]], [[30, 30]] * 2)
     assert verdicts(lost).splitlines() == [
         "streaming diverges at no learning rate more often than layer norm: in 0 of 1 cells; not in 1 x 1 (at 0.02)",
@@ -407,6 +415,20 @@ def test_the_measure_of_online_learning_is_quoted_as_it_is():
         assert f"(results/{each.grid.file_name}.png)" in page
         assert (RESULTS / f"{each.grid.file_name}.svg").exists()
         assert (RESULTS / f"{each.grid.file_name}.json").stat().st_size < 400_000
+
+
+def test_the_page_is_made_again_from_the_committed_files_alone(tmp_path):
+    """Without runs and without the images."""
+    page = tmp_path / "online.md"
+    page.write_text(PAGE.read_text())
+    found = committed()[0]
+    for each in found, replace(found, grid=replace(found.grid, seeds=1)):
+        shutil.copy(RESULTS / f"{found.grid.file_name}.json", tmp_path)
+        command = shlex.split(each.grid.command)[1:]
+        assert main([*command, "--no-train", "--out", str(tmp_path), "--page", str(page)]) == 0
+        now = read_online(tmp_path / f"{found.grid.file_name}.json")
+        assert now == replace(each, runs=[run for run in found.runs if run.seed < each.grid.seeds])
+        assert (page.read_text() == PAGE.read_text()) == (each is found)
 
 
 @pytest.mark.parametrize("net", NETS)

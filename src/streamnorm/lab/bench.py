@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from .data import Images
+from .errors import LabError
 from .experiment import Say, estimate
 from .grid import Grid
 from .jobs import Loader, run_all
@@ -29,25 +30,35 @@ def run_grid(
 ) -> Online:
     """The results of all runs of `grid`, written to `out`.
 
-    Without `training`, of those runs that are there, or that the file in `out` tells of.
+    Without `training`, of those runs that are there, or that the file in `out` tells of. Where that file is all there
+    is, not even the data is needed.
     """
     check_writable(out)
-    load, root = Loader(data_folder), out / "runs"
+    path, root = out / f"{grid.file_name}.json", out / "runs"
+    before = read_online(path) if path.exists() and not training else None
+    if before is not None and not root.exists():
+        found = replace(before, grid=grid, runs=_rows(grid, before.fingerprint, {}, before.runs))
+    else:
+        found = _found(grid, before, Loader(data_folder), root, jobs if training else 0, say)
+    found.write(out)
+    return found
+
+
+def _found(grid: Grid, before: Online | None, load: Loader, root: Path, jobs: int, say: Say) -> Online:
+    """By runs trained in so many `jobs`; by those that are there, and `before`, where there are none."""
     unique = list(dict.fromkeys(run for run, _ in grid.runs()))
     images = load(unique[0])
     assert isinstance(images, Images)
-    path = out / f"{grid.file_name}.json"
-    before = read_online(path) if path.exists() and not training else None
-    if training:
+    if before is not None and before.fingerprint != images.fingerprint:
+        raise LabError(f"{grid.file_name}.json beside {root} is about other images: choose another --out, or move it")
+    if jobs:
         results = _trained(grid, load, root, jobs, say)
     else:  # `train` then reads them
         results = {run: train(run, images, root) for run in unique if is_done(run, images, root)}
     rows = _rows(grid, images.fingerprint, results, before.runs if before else [])
     versions = [*(before.versions if before else []), *(result["versions"] for result in results.values())]
     distinct = list({str(each): each for each in versions}.values())
-    found = Online(grid, images.note, images.fingerprint, distinct, IMAGE_CHANCE, rows)
-    found.write(out)
-    return found
+    return Online(grid, images.note, images.fingerprint, distinct, IMAGE_CHANCE, rows)
 
 
 def _trained(grid: Grid, load: Loader, root: Path, jobs: int, say: Say) -> dict[Run, Result]:

@@ -15,11 +15,14 @@ MARKS = "<!-- {name} -->", "<!-- end of {name} -->"  # around the generated part
 
 def heading(results: Online) -> str:
     grid = results.grid
-    seeds = f"{grid.seeds} seed{'s' * (grid.seeds != 1)}"
     return (
-        f"{grid.net}: {grid.size:,} samples of {grid.data}, {len(grid.rates)} learning rates, {seeds}; "
-        f"{len(results.runs):,} of {results.planned:,} runs"
+        f"{grid.net}: {grid.size:,} samples of {grid.data}, {_several(len(grid.rates), 'learning rate')}, "
+        f"{_several(grid.seeds, 'seed')}; {len(results.runs):,} of {results.planned:,} runs"
     )
+
+
+def _several(count: int, word: str) -> str:
+    return f"{count} {word}{'s' * (count != 1)}"
 
 
 # Terminal
@@ -31,7 +34,9 @@ def table(results: Online) -> str:
     width = max(map(len, norms))
     lines = [heading(results), "accuracy in %: at the best rate (median of the rates) [runs that diverged]"]
     for batches in grid.batches:
-        lines.append(f"{_window(batches):{width}}" + "".join(f"{_samples(size):>18}" for size in grid.samples))
+        lines.append(
+            f"{_window(batches):{width}}" + "".join(f"{_several(size, 'sample'):>18}" for size in grid.samples)
+        )
         for norm in norms:
             texts = [_short(results, norm, size, batches) for size in grid.samples]
             lines.append(f"{norm:{width}}" + "".join(f"{text:>18}" for text in texts))
@@ -57,18 +62,16 @@ def _window(batches: int) -> str:
     return f"{batches} batch{'es' * (batches > 1)} per update"
 
 
-def _samples(samples: int) -> str:
-    return f"{samples} sample{'s' * (samples > 1)}"
-
-
 def _verdict(goal: Goal) -> str:
     """How many cells reach a goal; those that do not by name."""
     judged = len(goal.reached) + len(goal.lost)
+    if not judged:
+        return f"{goal.text}: open in all cells, for want of runs or seeds"
     words = [f"{goal.text}: in {len(goal.reached)} of {judged} cells"]
     if goal.lost:
         words.append("not in " + ", ".join(f"{name} ({why})" for name, why in goal.lost.items()))
     if goal.open:
-        words.append("open, for want of runs or seeds: " + (", ".join(goal.open) if judged else "all"))
+        words.append("open, for want of runs, in " + ", ".join(goal.open))
     return "; ".join(words)
 
 
@@ -80,7 +83,7 @@ def markdown(results: Online) -> str:
     grid = results.grid
     parts = [f"`{grid.command}`", heading(results) + "."]
     for batches in grid.batches:
-        heads = [_window(batches), *map(_samples, grid.samples)]
+        heads = [_window(batches), *(_several(size, "sample") for size in grid.samples)]
         rows = [[norm, *(_long(results, norm, size, batches) for size in grid.samples)] for norm in norms_of(grid.net)]
         parts.append("\n".join(map(_line, [heads, ["---"] * len(heads), *rows])))
     parts.append("\n".join(f"- Streaming {_verdict(goal)}." for goal in goals(results)))
