@@ -1,0 +1,307 @@
+"""Learning from streams, one sample at a time: small networks with each norm, beside what river has for the purpose.
+
+    python examples/online_stream.py
+
+Every sample is first predicted, then learned from (prequential). The streams come with river, nothing is downloaded.
+docs/streams.md says what is compared and what came of it. Its tables, figure and results are made by
+
+    python examples/online_stream.py --out docs/results/streams --page docs/streams.md
+"""
+
+import argparse
+import json
+import math
+import os
+import shlex
+import sys
+import time
+from functools import partial
+from itertools import islice, pairwise
+from pathlib import Path
+from statistics import fmean, median, stdev
+
+import torch
+from torch import nn
+
+from streamnorm import SampleNorm, StreamingNorm
+
+try:
+    import matplotlib
+    import river
+    from river import datasets, dummy, forest, linear_model, optim, preprocessing, stats
+    from river.datasets import synth
+    from tqdm import tqdm
+except ImportError as missing:
+    sys.exit(f'{missing}: the streams need their extras, pip install "streamnorm[streams]"')
+
+NORMS = {
+    "no norm": None,
+    "layer norm": SampleNorm,
+    "streaming norm": StreamingNorm,
+    # Other settings are a line each:
+    # "streaming norm, guard=False": partial(StreamingNorm, guard=False),
+    # "streaming norm, longer memory": partial(StreamingNorm, alpha=(0.97, 0.03), beta=(0.97, 0.03, 0.0)),
+}
+RAW, FIRST, SCALED = "raw", "raw, normed first", "standardized"  # what a model is given
+HIDDEN = 64
+WINDOW, NEXT, CLOSE = 200, 100, 5.0  # back: the NEXT samples are within CLOSE points of the WINDOW before the change
+
+
+def whole(dataset, samples):
+    return list(islice(dataset(), samples))
+
+
+def new_units(x):
+    """Every second feature is measured in another unit, from another zero."""
+    return {name: 10 * value + 100 if i % 2 else value for i, (name, value) in enumerate(x.items())}
+
+
+def segments_in_new_units(samples):
+    rows = whole(datasets.ImageSegments, samples)
+    half = len(rows) // 2
+    return rows[:half] + [(new_units(x), y) for x, y in rows[half:]]
+
+
+def agrawal_drift(samples):
+    length = samples or 2000
+    concepts = (synth.Agrawal(classification_function=which, seed=which) for which in (0, 3))
+    drift = synth.ConceptDriftStream(*concepts, position=length // 2, width=max(1, length // 40), seed=0)
+    return list(drift.take(length))
+
+
+# name: (limit -> samples, number of classes or 0 for a regression, whether something changes half way)
+STREAMS = {
+    "phishing": (partial(whole, datasets.Phishing), 2, False),
+    "segments": (partial(whole, datasets.ImageSegments), 7, False),
+    "approval": (partial(whole, datasets.TrumpApproval), 0, False),
+    "agrawal-drift": (agrawal_drift, 2, True),
+    "segments-units": (segments_in_new_units, 7, True),
+}
+
+
+class Network:
+    """Two hidden layers and plain SGD, with the methods of a river model: always `predict_one`, then `learn_one`.
+
+    One forward pass serves both: what a norm does with a sample needs no label. The network knows how many classes
+    there will be; a class gets the next free output when it is first seen. Targets of a regression are standardized
+    by those seen so far.
+    """
+
+    def __init__(self, norm, given, features, classes, rate, seed):
+        torch.manual_seed(seed)
+        layers = [norm(features)] if given == FIRST else []
+        for inputs, outputs in pairwise([features, HIDDEN, HIDDEN]):
+            layers += [nn.Linear(inputs, outputs), norm(outputs) if norm else nn.Identity(), nn.ReLU()]
+        self.model = nn.Sequential(*layers, nn.Linear(HIDDEN, classes or 1))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), rate)
+        self.scaler = preprocessing.StandardScaler() if given == SCALED else None
+        self.labels = {} if classes else None
+        self.targets = stats.Var()
+
+    def predict_one(self, x):
+        if self.scaler:
+            self.scaler.learn_one(x)
+            x = self.scaler.transform_one(x)
+        self.output = self.model(torch.tensor([list(x.values())], dtype=torch.float32))
+        if not self.output.isfinite().all():
+            return None
+        if self.labels is None:
+            return float(self.output.detach()) * self.spread() + self.targets.mean.get()
+        seen, best = list(self.labels), int(self.output.argmax())
+        return seen[best] if best < len(seen) else None
+
+    def learn_one(self, x, y):
+        if self.labels is None:
+            self.targets.update(y)
+            loss = (self.output - (y - self.targets.mean.get()) / self.spread()).square().sum() / 2
+        else:
+            label = self.labels.setdefault(y, len(self.labels))
+            loss = nn.functional.cross_entropy(self.output, torch.tensor([label]))
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+
+    def spread(self):
+        return math.sqrt(self.targets.get()) or 1.0
+
+    @property
+    def _raw_memory_usage(self):
+        """Parameters and statistics, and the scaler as river counts it."""
+        tensors = self.model.state_dict().values()
+        return sum(t.nbytes for t in tensors) + (self.scaler._raw_memory_usage if self.scaler else 0)
+
+
+def methods(features, classes, rates, seeds):
+    """name, input, (rate, seed) -> model, rates to choose from, seeds."""
+
+    def scaled(model):  # targets too, as the networks have them
+        return preprocessing.StandardScaler() | (model if classes else preprocessing.TargetStandardScaler(model))
+
+    def same_again(rate, seed):
+        return dummy.NoChangeClassifier() if classes else dummy.StatisticRegressor(stats.Shift(0))
+
+    def linear(rate, seed):
+        kinds = {0: linear_model.LinearRegression, 2: linear_model.LogisticRegression}
+        return scaled(kinds.get(classes, linear_model.SoftmaxRegression)(optim.SGD(rate)))
+
+    def trees(rate, seed):  # the regressor has linear models in its leaves, which diverge on raw features
+        return forest.ARFClassifier(seed=seed) if classes else scaled(forest.ARFRegressor(seed=seed))
+
+    yield "the label before (river)", "", same_again, [None], seeds[:1]
+    yield "linear (river)", SCALED, linear, rates, seeds[:1]
+    yield "adaptive random forest (river)", RAW if classes else SCALED, trees, [None], seeds
+    for name, norm in NORMS.items():
+        for given in (RAW, FIRST, SCALED) if norm else (RAW, SCALED):
+            yield name, given, partial(Network, norm, given, features, classes), rates, seeds
+
+
+def prequential(model, rows):
+    """The prediction for each sample, made before its label is shown."""
+    guesses = []
+    for x, y in rows:
+        guesses.append(model.predict_one(x))
+        model.learn_one(x, y)
+    return guesses
+
+
+def scores(guesses, rows, classes):
+    """100 where it was right, or the absolute error. No guess is wrong, or 0."""
+    if classes:
+        return [100.0 * (guess == y) for guess, (_, y) in zip(guesses, rows, strict=True)]
+    return [abs((guess or 0.0) - y) for guess, (_, y) in zip(guesses, rows, strict=True)]
+
+
+def recovery(points, half):
+    """Accuracy before the change and just after it, and the samples until it is back; None: never."""
+    before = fmean(points[max(0, half - WINDOW) : half])
+    after = [fmean(points[t : t + NEXT]) for t in range(half, max(len(points) - NEXT, half) + 1)]
+    back = next((t for t, level in enumerate(after) if level >= before - CLOSE), None)
+    return {"before": before, "after": after[0], "recovery": back}
+
+
+def places(samples):
+    """Where a curve has points."""
+    return [round(samples * i / 50) for i in range(1, 51)]
+
+
+def run(make, rows, classes, changes, rate, seed):
+    model, start = make(rate, seed), time.perf_counter()
+    guesses = prequential(model, rows)
+    micros = (time.perf_counter() - start) / len(rows) * 1e6
+    points = scores(guesses, rows, classes)
+    curve = [round(fmean(points[max(0, t - WINDOW) : t]), 3) for t in places(len(rows))]
+    found = {"score": fmean(points), "micros": micros, "bytes": model._raw_memory_usage, "curve": curve}
+    return {"rate": rate, "seed": seed} | found | (recovery(points, len(rows) // 2) if changes else {})
+
+
+def study(name, samples, rates, seeds):
+    """All methods on a stream. The rate is the best for the first seed, in hindsight."""
+    load, classes, changes = STREAMS[name]
+    rows, found = load(samples), []
+    for method, given, make, to_try, to_run in tqdm([*methods(len(rows[0][0]), classes, rates, seeds)], desc=name):
+        tried = [run(make, rows, classes, changes, rate, to_run[0]) for rate in to_try]
+        best = (max if classes else min)(tried, key=lambda each: each["score"])
+        runs = [best] + [run(make, rows, classes, changes, best["rate"], seed) for seed in to_run[1:]]
+        scored = {str(each["rate"]): each["score"] for each in tried if each["rate"]}
+        found.append({"name": method, "given": given, "tried": scored, "runs": runs})
+    return {"samples": len(rows), "classes": classes, "changes": changes, "methods": found}
+
+
+def number(value, digits):
+    return f"{value:.{digits}f}" if value < 1e4 else f"{value:.0e}"
+
+
+def table(stream):
+    """A stream's results in Markdown: mean and standard error over seeds."""
+    digits, changes = 1 if stream["classes"] else 3, stream["changes"]
+    lines = [["model", "input", "accuracy, %" if stream["classes"] else "mean absolute error"]]
+    lines[0] += [f"last {WINDOW} before", f"first {NEXT} after", "samples until back"] if changes else []
+    lines += [[*lines.pop(), "rate", "first seed at each rate", "µs per sample", "kB"]]
+    for each in stream["methods"]:
+        runs, values = each["runs"], [run["score"] for run in each["runs"]]
+        error = f" ± {number(stdev(values) / len(values) ** 0.5, digits)}" if len(values) > 1 else ""
+        line = [each["name"], each["given"], number(fmean(values), digits) + error]
+        if changes:
+            line += [number(fmean(run[key] for run in runs), 1) for key in ("before", "after")]
+            line += [", ".join("never" if run["recovery"] is None else str(run["recovery"]) for run in runs)]
+        tried = ", ".join(number(score, digits) for score in each["tried"].values())
+        cost = number(median(run["micros"] for run in runs), 0), number(fmean(run["bytes"] for run in runs) / 1000, 1)
+        lines.append([*line, str(runs[0]["rate"] or ""), tried, *cost])
+    lines.insert(1, ["---"] * len(lines[0]))
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def filled(text, results):
+    """A page with the results between its marks: <!-- name --> and <!-- /name -->."""
+    words = f"{results['seeds']} seeds, {results['versions']}, {results['seconds']:.0f} s on one core:"
+    blocks = {"command": f"{words}\n\n```sh\n{results['command']}\n```"}
+    for name, block in (blocks | {name: table(stream) for name, stream in results["streams"].items()}).items():
+        head, mark, rest = text.partition(f"<!-- {name} -->\n")
+        _, end, tail = rest.partition(f"<!-- /{name} -->")
+        if not end:
+            raise SystemExit(f"the page has no place for {name}: <!-- {name} --> and <!-- /{name} -->")
+        text = f"{head}{mark}\n{block}\n\n{end}{tail}"
+    return text
+
+
+def draw(results, path):
+    matplotlib.use("Agg")
+    matplotlib.rcParams["svg.hashsalt"] = "streams"  # the same file from the same results
+    from matplotlib import pyplot
+
+    streams, looks, colors = results["streams"], {"": ":", RAW: ":", FIRST: "-", SCALED: "--"}, {}
+    figure, panels = pyplot.subplots(len(streams) + 1, 1, figsize=(8, 3 * len(streams) + 2), layout="constrained")
+    for panel, (name, stream) in zip(panels, streams.items(), strict=False):
+        for each in stream["methods"]:
+            color = colors.setdefault(each["name"], f"C{len(colors)}")
+            label = f"{each['name']}, {each['given']}".strip(", ")
+            curve = [fmean(levels) for levels in zip(*(run["curve"] for run in each["runs"]), strict=True)]
+            panel.plot(places(stream["samples"]), curve, looks[each["given"]], color=color, label=label, lw=1.2)
+        if stream["changes"]:
+            panel.axvline(stream["samples"] // 2, color="black", lw=0.6)
+        metric, scale = ("accuracy, %", "linear") if stream["classes"] else ("mean absolute error", "log")
+        panel.set(title=name, ylabel=f"{metric}, last {WINDOW}", xlabel="samples", yscale=scale)
+    panels[-1].axis("off")
+    panels[-1].legend(*panels[0].get_legend_handles_labels(), ncols=2, loc="center", fontsize="small")
+    figure.savefig(path, format="svg", metadata={"Date": None})
+
+
+def atomically(write, path):
+    part = path.with_name(f"{path.name}.part")
+    write(part)
+    os.replace(part, path)  # whole or not at all
+
+
+def main():
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--streams", nargs="+", choices=STREAMS, default=list(STREAMS), metavar="NAME")
+    options.add_argument("--seeds", type=int, default=3)
+    options.add_argument("--samples", type=int, help="at most so many of each stream")
+    options.add_argument("--rates", type=float, nargs="+", default=[0.003, 0.01, 0.03], metavar="RATE")
+    options.add_argument("--out", type=Path, default=Path("out/streams"), help="folder of results.json and curves.svg")
+    options.add_argument("--page", type=Path, help="a Markdown page to put the tables into")
+    chosen = options.parse_args()
+    if chosen.seeds < 1 or (chosen.samples is not None and chosen.samples < 50):
+        options.error(f"--seeds {chosen.seeds} --samples {chosen.samples}: at least 1 seed and 50 samples")
+    torch.set_num_threads(1)
+    start, streams = time.perf_counter(), {}
+    for name in chosen.streams:
+        streams[name] = study(name, chosen.samples, chosen.rates, range(chosen.seeds))
+        print(f"\n{name}, {streams[name]['samples']} samples\n\n{table(streams[name])}", flush=True)
+    results = {
+        "command": f"python examples/online_stream.py {shlex.join(sys.argv[1:])}".strip(),
+        "versions": f"torch {torch.__version__.split('+')[0]}, river {river.__version__}",
+        "seeds": chosen.seeds,
+        "seconds": time.perf_counter() - start,
+        "streams": streams,
+    }
+    chosen.out.mkdir(parents=True, exist_ok=True)
+    atomically(lambda part: part.write_text(json.dumps(results)), chosen.out / "results.json")
+    atomically(partial(draw, results), chosen.out / "curves.svg")
+    if chosen.page:
+        page = filled(chosen.page.read_text(), results)
+        atomically(lambda part: part.write_text(page), chosen.page)
+
+
+if __name__ == "__main__":
+    main()
