@@ -3,15 +3,15 @@
     python examples/online_stream.py
 
 Every sample is first predicted, then learned from (prequential). The streams come with river, nothing is downloaded.
-docs/streams.md says what is compared and what came of it. Its tables, figure and results are made by
+What is compared and what came of it is in docs/streams.md, whose tables and figure are written by
 
     python examples/online_stream.py --out docs/results/streams --page docs/streams.md
 """
 
 import argparse
 import json
-import math
 import os
+import re
 import shlex
 import sys
 import time
@@ -47,17 +47,13 @@ HIDDEN = 64
 WINDOW, NEXT, CLOSE = 200, 100, 5.0  # back: the NEXT samples are within CLOSE points of the WINDOW before the change
 
 
-def whole(dataset, samples):
-    return list(islice(dataset(), samples))
-
-
 def new_units(x):
     """Every second feature is measured in another unit, from another zero."""
     return {name: 10 * value + 100 if i % 2 else value for i, (name, value) in enumerate(x.items())}
 
 
 def segments_in_new_units(samples):
-    rows = whole(datasets.ImageSegments, samples)
+    rows = list(islice(datasets.ImageSegments(), samples))
     half = len(rows) // 2
     return rows[:half] + [(new_units(x), y) for x, y in rows[half:]]
 
@@ -71,9 +67,9 @@ def agrawal_drift(samples):
 
 # name: (limit -> samples, number of classes or 0 for a regression, whether something changes half way)
 STREAMS = {
-    "phishing": (partial(whole, datasets.Phishing), 2, False),
-    "segments": (partial(whole, datasets.ImageSegments), 7, False),
-    "approval": (partial(whole, datasets.TrumpApproval), 0, False),
+    "phishing": (lambda samples: list(islice(datasets.Phishing(), samples)), 2, False),
+    "segments": (lambda samples: list(islice(datasets.ImageSegments(), samples)), 7, False),
+    "approval": (lambda samples: list(islice(datasets.TrumpApproval(), samples)), 0, False),
     "agrawal-drift": (agrawal_drift, 2, True),
     "segments-units": (segments_in_new_units, 7, True),
 }
@@ -122,13 +118,12 @@ class Network:
         self.optimizer.step()
 
     def spread(self):
-        return math.sqrt(self.targets.get()) or 1.0
+        return self.targets.get() ** 0.5 or 1.0
 
     @property
     def _raw_memory_usage(self):
-        """Parameters and statistics, and the scaler as river counts it."""
-        tensors = self.model.state_dict().values()
-        return sum(t.nbytes for t in tensors) + (self.scaler._raw_memory_usage if self.scaler else 0)
+        tensors = sum(each.nbytes for each in self.model.state_dict().values())  # parameters and statistics
+        return tensors + (self.scaler._raw_memory_usage if self.scaler else 0)
 
 
 def methods(features, classes, rates, seeds):
@@ -164,11 +159,9 @@ def prequential(model, rows):
     return guesses
 
 
-def scores(guesses, rows, classes):
+def score(guess, y, classes):
     """100 where it was right, or the absolute error. No guess is wrong, or 0."""
-    if classes:
-        return [100.0 * (guess == y) for guess, (_, y) in zip(guesses, rows, strict=True)]
-    return [abs((guess or 0.0) - y) for guess, (_, y) in zip(guesses, rows, strict=True)]
+    return 100.0 * (guess == y) if classes else abs((guess or 0.0) - y)
 
 
 def recovery(points, half):
@@ -179,16 +172,15 @@ def recovery(points, half):
     return {"before": before, "after": after[0], "recovery": back}
 
 
-def places(samples):
-    """Where a curve has points."""
+def places(samples):  # where a curve has points
     return [round(samples * i / 50) for i in range(1, 51)]
 
 
 def run(make, rows, classes, changes, rate, seed):
     model, start = make(rate, seed), time.perf_counter()
     guesses = prequential(model, rows)
-    micros = (time.perf_counter() - start) / len(rows) * 1e6
-    points = scores(guesses, rows, classes)
+    micros = 1e6 * (time.perf_counter() - start) / len(rows)
+    points = [score(guess, y, classes) for guess, (_, y) in zip(guesses, rows, strict=True)]
     curve = [round(fmean(points[max(0, t - WINDOW) : t]), 3) for t in places(len(rows))]
     found = {"score": fmean(points), "micros": micros, "bytes": model._raw_memory_usage, "curve": curve}
     return {"rate": rate, "seed": seed} | found | (recovery(points, len(rows) // 2) if changes else {})
@@ -208,15 +200,15 @@ def study(name, samples, rates, seeds):
 
 
 def number(value, digits):
-    return f"{value:.{digits}f}" if value < 1e4 else f"{value:.0e}"
+    return f"{value:.{digits}f}" if value < 1e5 else f"{value:.0e}"
 
 
 def table(stream):
     """A stream's results in Markdown: mean and standard error over seeds."""
     digits, changes = 1 if stream["classes"] else 3, stream["changes"]
-    lines = [["model", "input", "accuracy, %" if stream["classes"] else "mean absolute error"]]
-    lines[0] += [f"last {WINDOW} before", f"first {NEXT} after", "samples until back"] if changes else []
-    lines += [[*lines.pop(), "rate", "first seed at each rate", "µs per sample", "kB"]]
+    metric = "accuracy, %" if stream["classes"] else "mean absolute error"
+    change = [f"last {WINDOW} before", f"first {NEXT} after", "samples until back"] if changes else []
+    lines = [["model", "input", metric, *change, "rate", "first seed at each rate", "µs per sample", "kB"]]
     for each in stream["methods"]:
         runs, values = each["runs"], [run["score"] for run in each["runs"]]
         error = f" ± {number(stdev(values) / len(values) ** 0.5, digits)}" if len(values) > 1 else ""
@@ -233,14 +225,13 @@ def table(stream):
 
 def filled(text, results):
     """A page with the results between its marks: <!-- name --> and <!-- /name -->."""
-    words = f"{results['seeds']} seeds, {results['versions']}, {results['seconds']:.0f} s on one core:"
+    words = f"{results['seeds']} seeds, {results['versions']}, {results['seconds']:.0f} s in one thread:"
     blocks = {"command": f"{words}\n\n```sh\n{results['command']}\n```"}
     for name, block in (blocks | {name: table(stream) for name, stream in results["streams"].items()}).items():
-        head, mark, rest = text.partition(f"<!-- {name} -->\n")
-        _, end, tail = rest.partition(f"<!-- /{name} -->")
-        if not end:
+        pattern = rf"(?s)(<!-- {name} -->\n).*?(<!-- /{name} -->)"
+        text, found = re.subn(pattern, lambda marks, block=block: f"{marks[1]}\n{block}\n\n{marks[2]}", text)
+        if not found:
             raise SystemExit(f"the page has no place for {name}: <!-- {name} --> and <!-- /{name} -->")
-        text = f"{head}{mark}\n{block}\n\n{end}{tail}"
     return text
 
 
@@ -250,8 +241,9 @@ def draw(results, path):
     from matplotlib import pyplot
 
     streams, looks, colors = results["streams"], {"": ":", RAW: ":", FIRST: "-", SCALED: "--"}, {}
-    figure, panels = pyplot.subplots(len(streams) + 1, 1, figsize=(8, 3 * len(streams) + 2), layout="constrained")
-    for panel, (name, stream) in zip(panels, streams.items(), strict=False):
+    size = (8, 3 * len(streams) + 1.5)
+    figure, panels = pyplot.subplots(len(streams), squeeze=False, figsize=size, layout="constrained")
+    for panel, (name, stream) in zip(panels.flat, streams.items(), strict=True):
         for each in stream["methods"]:
             color = colors.setdefault(each["name"], f"C{len(colors)}")
             label = f"{each['name']}, {each['given']}".strip(", ")
@@ -259,10 +251,11 @@ def draw(results, path):
             panel.plot(places(stream["samples"]), curve, looks[each["given"]], color=color, label=label, lw=1.2)
         if stream["changes"]:
             panel.axvline(stream["samples"] // 2, color="black", lw=0.6)
-        metric, scale = ("accuracy, %", "linear") if stream["classes"] else ("mean absolute error", "log")
-        panel.set(title=name, ylabel=f"{metric}, last {WINDOW}", xlabel="samples", yscale=scale)
-    panels[-1].axis("off")
-    panels[-1].legend(*panels[0].get_legend_handles_labels(), ncols=2, loc="center", fontsize="small")
+        panel.set(title=name, xlabel="samples", ylabel=f"accuracy, %, last {WINDOW}")
+        if not stream["classes"]:  # what diverges is off the chart
+            usual = median(run["score"] for each in stream["methods"] for run in each["runs"])
+            panel.set(ylabel=f"mean absolute error, last {WINDOW}", ylim=(0, 3 * usual))
+    figure.legend(*panels[0, 0].get_legend_handles_labels(), ncols=2, loc="outside lower center", fontsize="small")
     figure.savefig(path, format="svg", metadata={"Date": None})
 
 
@@ -299,8 +292,7 @@ def main():
     atomically(lambda part: part.write_text(json.dumps(results)), chosen.out / "results.json")
     atomically(partial(draw, results), chosen.out / "curves.svg")
     if chosen.page:
-        page = filled(chosen.page.read_text(), results)
-        atomically(lambda part: part.write_text(page), chosen.page)
+        atomically(lambda part: part.write_text(filled(chosen.page.read_text(), results)), chosen.page)
 
 
 if __name__ == "__main__":

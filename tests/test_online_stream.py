@@ -29,13 +29,13 @@ def load():
 
 
 example = load()
-SEEN = 40  # samples that two streams have in common
+SEEN = 30  # samples that two streams have in common
 
 
 def two_futures(name):
     """Two streams with the same first samples, the next input in common but not its label, and nothing later."""
     samples, classes, _ = example.STREAMS[name]
-    rows = samples(SEEN + 30)
+    rows = samples(SEEN + 20)
     one, other = rows[:SEEN], rows[SEEN + 1 :]
     x, label = rows[SEEN]
     another = next(y for _, y in rows if y != label) if classes else label + 5
@@ -108,9 +108,8 @@ def test_recovery(after, found):
 
 
 def test_no_guess_is_a_wrong_one():
-    rows = [({}, "a"), ({}, "b")]
-    assert example.scores([None, "b"], rows, 2) == [0.0, 100.0]
-    assert example.scores([None, 1.0], [({}, 3.0), ({}, 2.0)], 0) == [3.0, 1.0]
+    assert [example.score(guess, "b", 2) for guess in (None, "a", "b")] == [0.0, 0.0, 100.0]
+    assert [example.score(guess, 3.0, 0) for guess in (None, 5.0)] == [3.0, 2.0]
 
 
 def test_a_network_that_is_not_finite_guesses_nothing():
