@@ -38,9 +38,7 @@ NORMS = {
     "no norm": None,
     "layer norm": SampleNorm,
     "streaming norm": StreamingNorm,
-    # Other settings are a line each:
-    # "streaming norm, guard=False": partial(StreamingNorm, guard=False),
-    # "streaming norm, longer memory": partial(StreamingNorm, alpha=(0.97, 0.03), beta=(0.97, 0.03, 0.0)),
+    "streaming norm, guard=False": partial(StreamingNorm, guard=False),  # other settings are a line each
 }
 RAW, FIRST, SCALED = "raw", "raw, normed first", "standardized"  # what a model is given
 HIDDEN = 64

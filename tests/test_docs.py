@@ -184,6 +184,23 @@ def test_the_memory_of_the_benchmark():
     assert bytes_alive(Greedy(), x) > 0.99 * size
 
 
+def test_the_table_of_the_guard_is_that_of_its_measurement():
+    command = [sys.executable, "benchmarks/divergence.py", "--table", "benchmarks/results/divergence.json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout in (ROOT / "docs/guard.md").read_text()
+
+
+def test_a_training_is_watched_from_inside(tmp_path):
+    options = ["--data", "digits", "--updates", "8", "--every", "4", "--out", str(tmp_path / "seen.json"), "--only"]
+    arms = "paper", "guard", "guard without scale", "guard without average, longest memory"
+    subprocess.run(
+        [sys.executable, "benchmarks/divergence.py", *options, *arms], capture_output=True, check=True, cwd=ROOT
+    )
+    found = json.loads((tmp_path / "seen.json").read_text())
+    assert [[look["update"] for look in found[arm]["looks"]] for arm in arms] == [[4, 8]] * 4
+    assert found["paper"]["looks"][1] != found["guard"]["looks"][1] != found["guard without scale"]["looks"][1]
+
+
 def test_the_benchmark_of_averages_runs():
     options = ["--seeds", "1", "--epochs", "1", "--samples", "40", "--depth", "1"]
     done = subprocess.run(
