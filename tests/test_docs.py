@@ -6,6 +6,7 @@ import runpy
 import subprocess
 import sys
 from collections import Counter
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from streamnorm import StreamingNorm
 from streamnorm.lab.claims import OPEN, REPRODUCED, REVERSED, judge
 from streamnorm.lab.commands import table, verdicts
 from streamnorm.lab.models import NetC
+from streamnorm.lab.online import read_online
 from streamnorm.lab.results import read_folder
 
 ROOT = Path(__file__).parent.parent
@@ -182,6 +184,27 @@ def test_the_memory_of_the_benchmark():
             return (x * 2).exp().sin()
 
     assert bytes_alive(Greedy(), x) > 0.99 * size
+
+
+@pytest.mark.parametrize(("page", "least"), [("README.md", 2), ("docs/settings.md", 10)])
+def test_what_is_quoted_from_the_measure_of_online_learning(page, least):
+    """As in "recurrent 1 x 8: streaming 28.9; layer norm 28.9": samples x batches, and accuracies at the best rate."""
+    quotes = re.findall(r"\b((?:[a-z]+-)?[a-z]+) (\d+) x (\d+): ([^|<\n]+)", (ROOT / page).read_text())
+    assert len(quotes) >= least
+    for net, samples, batches, numbers in quotes:
+        measured = read_online(ROOT / f"docs/results/online-{net}.json")
+        for norm, accuracy in (each.strip().rsplit(" ", 1) for each in numbers.split(";")):
+            assert f"{measured.cell(norm, int(samples), int(batches)).best[0]:.1f}" == accuracy
+
+
+def test_the_best_rates_of_streaming_and_layer_norm_are_neighbours():
+    """As docs/settings.md says."""
+    for net in ("fully-connected", "recurrent"):
+        measured = read_online(ROOT / f"docs/results/online-{net}.json")
+        rates = measured.grid.rates
+        for samples, batches in product(measured.grid.samples, measured.grid.batches):
+            ours, theirs = (measured.cell(norm, samples, batches).rate for norm in ("streaming", "layer norm"))
+            assert abs(rates.index(ours) - rates.index(theirs)) <= 1
 
 
 def test_the_table_of_the_guard_is_that_of_its_measurement():
