@@ -41,7 +41,7 @@ def with_ends(name, ends, scale="quick", **fields):
             columns = {key: list(column) for key, column in run["curves"].items()}
             for key in columns:
                 if key.startswith(("train_", "test_")):
-                    columns[key][-1] = value
+                    columns[key][-3:] = [value] * 3  # final losses are means over the last tenth
             curves[label].append({**run, "curves": columns})
     return replace(made, curves=curves, scale=scale, **fields)
 
