@@ -4,6 +4,7 @@ import math
 import random
 from dataclasses import replace
 
+from streamnorm.cli import main
 from streamnorm.lab.figures import FIGURES
 from streamnorm.lab.results import FigureResults
 
@@ -53,3 +54,18 @@ def results(name, seeds=3, outcomes=None, rows=20, **fields):
     data = list(dict.fromkeys(curve.run.data for curve in figure.curves))
     whole = FigureResults(figure, "quick", data, "A note.", f"streamnorm run {name}", curves)
     return replace(whole, **fields)
+
+
+def assert_refused(arguments, words, capsys):
+    """The command line ends with code 2 and one line of the command's own, in which all `words` stand."""
+    try:
+        code = main(arguments)
+    except SystemExit as stopped:  # by argparse
+        code = stopped.code
+    output = capsys.readouterr()
+    assert code == 2
+    assert output.out == ""
+    assert all(word in output.err for word in words), output.err
+    last = output.err.splitlines()[-1]
+    assert last.startswith("streamnorm")
+    assert "Traceback" not in output.err

@@ -12,6 +12,7 @@ from statistics import fmean, median, stdev
 import pytest
 import torch
 import torch.nn.functional as F
+from lab_results import assert_refused
 
 from streamnorm.cli import main, rates
 from streamnorm.lab.commands import _rates
@@ -291,14 +292,7 @@ def test_other_files_are_refused(tmp_path):
 )
 def test_bad_command_lines_end_with_one_line_and_code_2(options, words, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    try:
-        code = main(["bench-online", *options])
-    except SystemExit as stopped:  # by argparse
-        code = stopped.code
-    output = capsys.readouterr()
-    assert code == 2
-    assert output.out == ""
-    assert all(word in output.err for word in words), output.err
+    assert_refused(["bench-online", *options], words, capsys)
 
 
 # Goals, by numbers made up

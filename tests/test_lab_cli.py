@@ -13,7 +13,7 @@ import termios
 from pathlib import Path
 
 import pytest
-from lab_results import results
+from lab_results import assert_refused, results
 from processes import is_alive, wait_for, workers_of
 
 import streamnorm
@@ -122,17 +122,7 @@ def test_bad_command_lines_end_with_one_line_and_code_2(arguments, words, tmp_pa
     for name, content in (("odd", '{"figure": "no such"}'), ("broken", '{"figure":')):
         (tmp_path / name).mkdir()
         (tmp_path / name / f"{name}.json").write_text(content)
-    try:
-        code = main(arguments)
-    except SystemExit as stopped:  # by argparse
-        code = stopped.code
-    output = capsys.readouterr()
-    assert code == 2
-    assert output.out == ""
-    assert all(word in output.err for word in words), output.err
-    last = output.err.splitlines()[-1]
-    assert last.startswith("streamnorm")
-    assert "Traceback" not in output.err
+    assert_refused(arguments, words, capsys)
 
 
 @pytest.mark.parametrize(

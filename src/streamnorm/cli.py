@@ -80,11 +80,7 @@ def parser() -> argparse.ArgumentParser:
         "--data", action="append", default=[], metavar="NAME",
         help="cifar10 or digits for images; shakespeare or a text file for characters; may be given twice",
     )  # fmt: skip
-    run.add_argument("--data-dir", type=Path, metavar="FOLDER", help="where the data is (default: a cache folder)")
-    run.add_argument(
-        "--jobs", type=count, default=1, metavar="N", help="runs trained at a time, in processes (default: 1)"
-    )
-    out(run)
+    training(run)
     bench_online(commands, raw)
 
     report = commands.add_parser("report", help="all results in a folder as one HTML page: figures, claims, settings")
@@ -111,11 +107,18 @@ def bench_online(commands: Any, raw: type[argparse.HelpFormatter]) -> None:
     bench.add_argument("--size", type=count, default=SIZE, metavar="N", help=f"samples seen in a run (default: {SIZE})")
     bench.add_argument("--seeds", type=count, default=SEEDS, metavar="N", help=f"runs at each rate (default: {SEEDS})")
     bench.add_argument("--data", choices=IMAGES, default="cifar10", help="(default: cifar10)")
-    bench.add_argument("--data-dir", type=Path, metavar="FOLDER", help="where the data is (default: a cache folder)")
-    bench.add_argument("--jobs", type=count, default=1, metavar="N", help="runs trained at a time (default: 1)")
     bench.add_argument("--no-train", action="store_true", help="train nothing: show the runs that are there already")
     bench.add_argument("--page", type=Path, metavar="FILE", help="a Markdown page whose tables are to be filled in")
-    out(bench)
+    training(bench)
+
+
+def training(command: argparse.ArgumentParser) -> None:
+    """The options of all commands that train."""
+    command.add_argument("--data-dir", type=Path, metavar="FOLDER", help="where the data is (default: a cache folder)")
+    command.add_argument(
+        "--jobs", type=count, default=1, metavar="N", help="runs trained at a time, in processes (default: 1)"
+    )
+    out(command)
 
 
 def out(command: argparse.ArgumentParser) -> None:

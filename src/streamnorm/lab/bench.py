@@ -7,11 +7,10 @@ from pathlib import Path
 
 from .data import Images
 from .errors import LabError
-from .experiment import Say, estimate
+from .experiment import Say, train_all
 from .grid import Grid
-from .jobs import Loader, run_all
+from .jobs import Loader
 from .online import Online, Trained, read_online
-from .progress import Bar
 from .results import Result
 from .runs import Run
 from .store import check_writable
@@ -52,27 +51,17 @@ def _found(grid: Grid, before: Online | None, load: Loader, root: Path, jobs: in
     if before is not None and before.fingerprint != images.fingerprint:
         raise LabError(f"{grid.file_name}.json beside {root} is about other images: choose another --out, or move it")
     if jobs:
-        results = _trained(grid, load, root, jobs, say)
+        names = {
+            run: f"{places[0].norm}, {run.samples} x {run.batches} at {rate:g}, seed {run.seed}"
+            for (run, rate), places in grid.runs().items()
+        }
+        results = train_all(names, load, root, jobs, say)
     else:  # `train` then reads them
         results = {run: train(run, images, root) for run in unique if is_done(run, images, root)}
     rows = _rows(grid, images.fingerprint, results, before.runs if before else [])
     versions = [*(before.versions if before else []), *(result["versions"] for result in results.values())]
     distinct = list({str(each): each for each in versions}.values())
     return Online(grid, images.note, images.fingerprint, distinct, IMAGE_CHANCE, rows)
-
-
-def _trained(grid: Grid, load: Loader, root: Path, jobs: int, say: Say) -> dict[Run, Result]:
-    labels = {
-        run: f"{places[0].norm}, {run.samples} x {run.batches} at {rate:g}, seed {run.seed}"
-        for (run, rate), places in grid.runs().items()
-    }
-    runs = list(labels)
-    costs = estimate(runs, load, root, jobs, say)
-    bar = Bar(list(labels.values()), costs)
-    try:
-        return dict(zip(runs, run_all(runs, load, root, jobs, bar), strict=True))
-    finally:
-        bar.close()
 
 
 def _rows(grid: Grid, fingerprint: str, results: dict[Run, Result], told: Iterable[Trained]) -> list[Trained]:

@@ -15,7 +15,7 @@ from .results import FigureResults
 from .runs import IMAGES, Run
 from .scales import Scale, scaled
 from .store import check_writable
-from .train import is_done
+from .train import Row, is_done
 
 Say = Callable[[str], None]
 
@@ -41,19 +41,24 @@ def run_figure(
     curves = [(curve.label, scaled(curve.run, scale, _data_for(curve.run, data))) for curve in figure.curves]
     runs = [(label, run.with_seed(seed)) for seed in range(seeds or scale.seeds) for label, run in curves]
     unique = list(dict.fromkeys(run for _, run in runs))  # curves may share a run
-    costs = estimate(unique, load, out / "runs", jobs, say)
     names = {run: f"{label}, seed {run.seed}" for label, run in runs}
-    bar = Bar([names[run] for run in unique], costs)
-    try:
-        results = dict(zip(unique, run_all(unique, load, out / "runs", jobs, bar), strict=True))
-    finally:
-        bar.close()
+    results = train_all({run: names[run] for run in unique}, load, out / "runs", jobs, say)
     by_label = {label: [results[run] for other, run in runs if other == label] for label, _ in curves}
     sets = {run.data: load(run) for _, run in runs}
     notes = [each.note for each in sets.values() if isinstance(each, Images)]
     found = FigureResults(figure, scale.name, list(sets), "; ".join(notes), command, by_label)
     found.write(out)
     return found
+
+
+def train_all(names: dict[Run, str], load: Loader, root: Path, jobs: int, say: Say) -> dict[Run, Row]:
+    """The results of runs, each shown under its name while it is trained."""
+    runs = list(names)
+    bar = Bar(list(names.values()), estimate(runs, load, root, jobs, say))
+    try:
+        return dict(zip(runs, run_all(runs, load, root, jobs, bar), strict=True))
+    finally:
+        bar.close()
 
 
 def _data_for(run: Run, data: Sequence[str]) -> str | None:
