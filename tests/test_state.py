@@ -3,13 +3,16 @@
 import copy
 import io
 import pickle
+from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
-from streamnorm import GeneralBatchNorm, SampleNorm, StreamingNorm, TimeSpecificNorm
+from streamnorm import GeneralBatchNorm, SampleNorm, StreamingNorm, TimeSpecificNorm, kernels
 from streamnorm.normref import CODES
+from streamnorm.stream import COUNTERS
 
 
 def network(code="BA1", **settings):
@@ -227,7 +230,7 @@ def test_mixed_types_compute_in_the_wider_one():
     y = layer(torch.randn(4, 3, dtype=torch.float64, requires_grad=True))
     y.sum().backward()
     assert y.dtype == torch.float64
-    kinds = {t.dtype for t in layer.state_dict().values()}
+    kinds = {t.dtype for name, t in layer.state_dict().items() if name not in COUNTERS}
     assert kinds == {torch.float32, torch.int64, torch.bool}
     assert layer.weight.grad.dtype == torch.float32
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -563,3 +566,37 @@ def test_torchs_distributed_checkpoints_find_every_tensor():
     set_model_state_dict(other, get_model_state_dict(model))
     for key, value in model.state_dict().items():
         assert torch.equal(other.state_dict()[key], value), key
+
+
+@pytest.mark.filterwarnings("ignore")  # of the compiler, about itself
+@pytest.mark.parametrize("how", ["fused", "plain", "compiled", "BA3"])
+def test_elements_are_counted_beyond_the_digits_of_float32(how):
+    layer = StreamingNorm(3, ref="BA3" if how == "BA3" else "BA1")
+    x = torch.randn(2, 3, 4, 4)
+    layer(x)
+    new = float(layer.seen)
+    saved = layer.state_dict() | {"seen": torch.tensor(2.0**24)}  # as earlier versions saved it
+    layer.load_state_dict(saved)
+    with kernels.disabled() if how == "plain" else nullcontext():
+        run = torch.compile(layer, backend="aot_eager") if how == "compiled" else layer
+        for _ in range(3):
+            run(x)
+    assert float(layer.seen) == pytest.approx(2.0**24 + 3 * new, abs=1e-3)
+    assert layer.half().seen.dtype == layer.float().elements.dtype == torch.float64
+    old = layer.state_dict()
+    back = StreamingNorm(3, ref=layer.ref)
+    back.load_state_dict(copy.deepcopy(old))
+    assert float(back.seen) == float(layer.seen)
+    assert pickle.loads(pickle.dumps(layer)).seen.dtype == torch.float64
+
+
+def test_a_module_pickled_with_other_counters_goes_on():
+    layer = StreamingNorm(3)
+    layer(torch.randn(4, 3))
+    kept = layer.__getstate__()
+    narrow = {name: getattr(layer.state, name).float() for name in COUNTERS}
+    older = StreamingNorm.__new__(StreamingNorm)
+    older.__setstate__(kept | {"_state": replace(copy.deepcopy(layer.state), **narrow)})
+    x = torch.randn(4, 3)
+    assert torch.equal(older(x), layer(x))
+    assert older.seen.dtype == torch.float64

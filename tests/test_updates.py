@@ -4,15 +4,18 @@ import copy
 import gc
 import pickle
 import warnings
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import nn
 
 import streamnorm
-from streamnorm import DecoupledUpdate, GeneralBatchNorm, Manhattan, StreamingNorm, attach, paused
-from streamnorm.updates import PATIENCE
+from streamnorm import DecoupledUpdate, GeneralBatchNorm, Manhattan, StreamingNorm, attach, kernels, paused
+from streamnorm.updates import PATIENCE, WINDOWS
 
+# The compiler's warnings are about itself.
+COMPILED = pytest.param("compiled", marks=pytest.mark.filterwarnings("ignore::DeprecationWarning"))
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.01, foreach=False),
     "sgd-foreach": lambda p: torch.optim.SGD(p, lr=0.01, foreach=True),
@@ -68,25 +71,83 @@ def test_the_fold_is_the_papers():
     assert layer.grads.empty  # H1 and H2 fold independently: there was no backward
 
 
-def test_lbfgs_evaluates_often_and_updates_once():
-    model = network()
-    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=4)
-    x = torch.randn(16, 4)
-    calls = 0
+def fit(norm, line_search, steps=15):
+    """What LBFGS makes of a small regression: the loss in evaluation mode, and how often it was evaluated."""
+    torch.manual_seed(1)
+    x = torch.randn(64, 8)
+    target = torch.sin(x.sum(1, keepdim=True)) + x[:, :1] * x[:, 1:2]
+    layers = nn.Linear(8, 32), norm(32), nn.Tanh(), nn.Linear(32, 32), norm(32), nn.Tanh(), nn.Linear(32, 1)
+    model = nn.Sequential(*layers)
+    optimizer = torch.optim.LBFGS(model.parameters(), line_search_fn=line_search)
+    evaluations = []
 
     def closure():
-        nonlocal calls
-        calls += 1
         optimizer.zero_grad()
-        loss = model(x).square().mean()
+        loss = (model(x) - target).square().mean()
+        loss.backward()
+        evaluations.append(float(loss.detach()))
+        return loss
+
+    for _ in range(steps):
+        optimizer.step(closure)
+    model.eval()
+    return float((model(x) - target).square().mean().detach()), len(evaluations)
+
+
+@pytest.mark.parametrize("line_search", [None, "strong_wolfe"])
+def test_lbfgs_minimizes_as_with_a_layer_norm(line_search):
+    ours, evaluations = fit(StreamingNorm, line_search)
+    theirs, _ = fit(nn.LayerNorm, line_search)
+    assert evaluations > 15  # more than one for each step
+    assert ours < max(10 * theirs, 1e-6)  # 1e-9 or so; from 0.01 on where statistics moved between evaluations
+
+
+def test_a_step_of_lbfgs_is_one_window_with_one_evaluation():
+    model = network()
+    settings = dict(vars(model[1]))
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=4)
+    x = torch.randn(16, 4)
+    losses = []
+
+    def closure():
+        optimizer.zero_grad()
+        losses.append(model(x).square().mean())
+        losses[-1].backward()
+        return losses[-1]
+
+    optimizer.step(closure)
+    assert len(losses) > 1
+    assert counts(model[1]) == (1, 1)
+    assert [vars(model[1])[name] for name in ("alpha", "beta", "center", "warmup", "guard")] == [
+        settings[name] for name in ("alpha", "beta", "center", "warmup", "guard")
+    ]
+    own = model[0](x).detach()  # at other weights than the last evaluation had, unless that was the last step
+    assert torch.allclose(model[1].stats.short[0], own.mean(0), atol=1)
+    model(x)
+    assert counts(model[1]) == (1, 0)
+
+
+def test_lbfgs_is_refused_where_the_gradient_is_not_exact():
+    net = streamnorm.GRU(3, 4)
+    optimizer = torch.optim.LBFGS(net.parameters())
+    norm = net.norms_l0.x[0]
+    x = torch.randn(5, 2, 3)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = net(x)[0].square().mean()
         loss.backward()
         return loss
 
-    optimizer.step(closure)
-    assert calls > 1
-    assert counts(model[1]) == (calls, calls)
-    model(x)
-    assert counts(model[1]) == (1, 0)
+    with pytest.raises(RuntimeError, match=r"LBFGS.*called 5 times.*SampleNorm"):
+        optimizer.step(closure)
+    assert norm.alpha == (0.7, 0.3)
+    alone = nn.Sequential(nn.Linear(3, 4), StreamingNorm(4))
+    optimizer = torch.optim.LBFGS(alone.parameters())
+    with pytest.raises(ValueError, match="one element per statistic"):
+        optimizer.step(lambda: alone(x[0, :1]).sum())
+    assert counts(alone[1]) == (0, 0)
+    assert alone[1].center == "running"
 
 
 def test_a_closure_that_runs_the_whole_step_is_one_update():
@@ -391,3 +452,87 @@ def test_a_reset_of_the_gradients_forgets_no_update():
     assert layer.stats.pending
     assert layer.grads.pending
     assert int(layer.grads.count) == 0
+
+
+def changed_by_hand(model, run, times, between=lambda: None):
+    """Weight updates that no optimizer of torch makes."""
+    for _ in range(times):
+        run(torch.randn(8, 4)).square().mean().backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.sub_(0.01 * parameter.grad)
+                parameter.grad = None
+        between()
+
+
+@pytest.mark.parametrize("how", ["fused", "plain", COMPILED])
+def test_weights_that_change_unheard_are_noticed_at_the_second_time(how):
+    model = network()
+    with kernels.disabled() if how == "plain" else nullcontext():
+        run = torch.compile(model, backend="aot_eager") if how == "compiled" else model
+        changed_by_hand(model, run, 2)
+        with pytest.warns(UserWarning, match=r"changed, twice.*attach"):
+            changed_by_hand(model, run, 1)
+        changed_by_hand(model, run, 3)  # once
+
+
+def test_weights_that_change_for_a_reason_are_not():
+    model = network()
+    changed_by_hand(model, model, 4, lambda: model[1].weights_updated())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    saved = copy.deepcopy(model.state_dict())
+    for _ in range(4):
+        backward(model)
+        optimizer.step()
+        with torch.no_grad():
+            model[1].weight.clamp_(-1, 1)
+        backward(model)
+        model.load_state_dict(saved)
+
+
+@pytest.mark.parametrize("how", ["fused", "plain", COMPILED])
+def test_calls_without_a_gradient_are_noticed(how):
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+
+    def acts(n):
+        for _ in range(n):
+            for _ in range(3):
+                with torch.no_grad():
+                    run(torch.randn(8, 4))
+            run(torch.randn(8, 4)).sum().backward()
+            optimizer.step()
+
+    with kernels.disabled() if how == "plain" else nullcontext():
+        run = torch.compile(model, backend="aot_eager") if how == "compiled" else model
+        acts(WINDOWS - 1)
+        with pytest.warns(UserWarning, match=r"128 times.*32 of these.*paused"):
+            acts(1)
+        acts(2)
+
+
+def test_calls_that_are_paused_are_not():
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for step in range(2 * WINDOWS):
+        with paused(model):
+            model(torch.randn(8, 4))
+        model.eval()
+        model(torch.randn(8, 4))
+        model.train()
+        if step % 4 == 0:  # now and then
+            model(torch.randn(8, 4))
+        for _ in range(3):
+            backward(model)
+        optimizer.step()
+
+
+def test_a_network_that_only_acts_is_noticed():
+    target = network()
+    with torch.no_grad():
+        for _ in range(PATIENCE - 1):
+            target(torch.randn(2, 4))
+        with pytest.warns(UserWarning, match=r"target network.*eval\(\)"):
+            target(torch.randn(2, 4))
+        for _ in range(PATIENCE):
+            target(torch.randn(2, 4))

@@ -99,7 +99,7 @@ class _Collector:
 
     def __init__(self, norm: Any) -> None:
         self.norm, self.streaming = norm, isinstance(norm, StreamingNorm)
-        like = norm.state.seen if self.streaming else norm.mean.new_zeros(())
+        like = norm.state.mean if self.streaming else norm.mean
         self.fresh = stream.new_state(norm.initial_shape(), like)
         self.states: dict[tuple[int, ...], State] = {}
         only_short = (0, 1), (0, 0, 0), (0, 1, 0, 1)
@@ -181,7 +181,7 @@ class _Collector:
             self.norm.mean[index], self.norm.sigma[index] = mean, sigma
 
     def _fresh(self, like: State) -> State:
-        return stream.new_state(tuple(like.mean.shape), like.seen)
+        return stream.new_state(tuple(like.mean.shape), like.mean)
 
 
 def _arguments(x: Tensor, mask: Tensor | None = None, step: int = 0) -> tuple[Tensor, Tensor | None, int]:

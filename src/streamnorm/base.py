@@ -12,7 +12,7 @@ from .dispatch import apply, native_operator
 from .moments import Moments, Statistic
 from .native import Results
 from .normref import CODES, NormRef, resolve
-from .transforms import refuse_transforms
+from .transforms import refuse_transforms, transformed
 
 Device = torch.device | str | int | None
 
@@ -103,6 +103,7 @@ class Norm(nn.Module):
             self.check_elements(x)
         self._check_space(x)
         if not torch.compiler.is_compiling():
+            check_memory(input=x, weight=self._parameters.get("weight"), bias=self._parameters.get("bias"))
             self.remember(x.ndim if mask is None else 0)
         return x, mask
 
@@ -193,8 +194,8 @@ class Norm(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
-        # A copy is not paused, and knows no addresses of the original.
-        return {key: value for key, value in state.items() if key not in ("_paused", "_known")}
+        # A copy is not paused, and makes its own plans.
+        return {key: value for key, value in state.items() if key not in ("_paused", "_plan", "_known")}
 
 
 def new_affine(num_features: int, device: Device, dtype: torch.dtype | None) -> tuple[nn.Parameter, nn.Parameter]:
@@ -286,6 +287,8 @@ def channels_second(x: Tensor, num_features: int, channel_dim: int) -> Tensor:
     """The input as `(N, C, *space)`, checked."""
     if not isinstance(x, Tensor):
         raise TypeError(f"input is {type(x).__name__}: pass a torch.Tensor")
+    if x.layout != torch.strided:
+        raise TypeError(f"input has layout {x.layout}: normalization needs a dense tensor, such as x.to_dense()")
     if not x.is_floating_point():
         raise TypeError(f"input has dtype {x.dtype}: normalization needs real floating point, such as x.float()")
     layout = "(N, C, *space)" if channel_dim == 1 else "(N, *space, C)"
@@ -297,6 +300,19 @@ def channels_second(x: Tensor, num_features: int, channel_dim: int) -> Tensor:
             f"layer has num_features={num_features}: expected {layout} (see channel_dim)"
         )
     return x if channel_dim == 1 else x.movedim(-1, 1)
+
+
+def check_memory(**tensors: Tensor | None) -> None:
+    """Whether these tensors still have the memory that they are read from."""
+    for name, tensor in tensors.items():
+        if tensor is not None and has_no_memory(tensor):
+            raise RuntimeError(f"{name} has no memory: its storage was freed, so bring it back before the call")
+
+
+def has_no_memory(tensor: Tensor) -> bool:
+    if type(tensor) not in (Tensor, nn.Parameter) or not tensor.is_cpu or tensor.numel() == 0 or transformed():
+        return False
+    return tensor.data_ptr() == 0 and not tensor._is_zerotensor()
 
 
 def mask_over_channels(mask: Tensor, x: Tensor) -> Tensor:

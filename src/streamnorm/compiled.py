@@ -5,6 +5,7 @@ the layer does without the compiler: kernels where they apply, plain torch other
 operator, because a tensor that both passes wrote to could not serve two calls before one backward pass.
 """
 
+from dataclasses import replace
 from functools import partial
 from math import prod
 from typing import Any, cast
@@ -20,6 +21,7 @@ from .moments import Moments, Statistic
 from .normref import NormRef
 from .rules import Call, Rules, fold_gradients, fold_statistics, stream_gradients, stream_statistics
 from .stream import State, Stream
+from .updates import layer_at
 
 _SETTINGS = (
     "bool samples, str channels, str space, float p, str center, float eps, "
@@ -88,19 +90,20 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     *settings, fused, long, short, count, empty, pending, mean, sigma, seen, elements, elements_before = rest
     rules, h1 = _rules(*settings), Stream(long, short, count, empty, pending)
-    h2 = stream.new_stream(tuple(mean.shape), seen)  # not this operator's business
-    state = State(h1, h2, mean, sigma, seen, elements, elements_before, loss_scale=torch.zeros_like(seen))
+    h2 = stream.new_stream(tuple(mean.shape), mean)  # not this operator's business
+    state = State(h1, h2, mean, sigma, seen, elements, elements_before, loss_scale=mean.new_zeros(()))
     repetition = checkpointing.begin(count.data_ptr(), True, partial(stream.copied, state))
+    layer = layer_at(count if weight is None else weight)
     if repetition is not None:
         state = stream.copied(repetition.kept)
+    elif layer is not None:
+        layer._forward_runs(weight)
     if fused:
         if state.stats.pending:  # not by the kernels, which round otherwise; all processes of a group do it alike
             stream.write(state, fold_statistics(rules, state))
         x, weight, bias = _readable(x), _contiguous(weight), _contiguous(bias)
         y, kept = torch.empty_like(x), x.new_empty(kernels.kept_size(x.shape[1]))
-        kernels.layer_forward(
-            _record(rules), kernels.state_record(state), cast(Layout, layout_of(x)), x, weight, bias, kept, y
-        )
+        kernels.layer_forward(_record(rules), _addresses(state), cast(Layout, layout_of(x)), x, weight, bias, kept, y)
         return y, kept
     after, call = stream_statistics(rules, fold_statistics(rules, state), x.to(compute_dtype(x, mean)), mask)
     y = evaluate(x, call.mean, call.sigma, weight, bias, mask)
@@ -115,16 +118,19 @@ def _backward(
     *settings, fused, long, short, count, empty, pending = rest
     rules, h2 = _rules(*settings), Stream(long, short, count, empty, pending)
     grads = fold_gradients(rules, h2, *kept[-2:].to(long.dtype))
+    layer = layer_at(count if weight is None else weight)
+    if layer is not None:
+        layer._backward_runs()
     if fused:
         stream.write_stream(h2, grads)
         x, weight = _readable(x), _contiguous(weight)
-        seen = long.new_zeros(())
-        state = kernels.state_record(State(h2, h2, long, long, *[seen] * 4))  # only H2 is used
+        unused = stream.new_state((x.shape[1],), long)
+        state = replace(unused, grads=h2)
         dx = torch.empty_like(x)
         sums = x.new_empty(x.shape[1]), x.new_empty(x.shape[1])
-        dy = as_laid_out(dy, dx.stride())
+        dy = as_laid_out(dy, dx.shape, dx.stride())
         layout = cast(Layout, layout_of(x))
-        kernels.layer_backward(_record(rules), state, layout, x, weight, kept, dy, 1.0, (dx, *sums))
+        kernels.layer_backward(_record(rules), _addresses(state), layout, x, weight, kept, dy, 1.0, (dx, *sums))
         return dx, *sums
     call = _unpack(kept, x, rules, mask is not None)
 
@@ -137,6 +143,17 @@ def _backward(
     result, dgain, dbias = back_through(dy, *parts, gradient, True)
     dtype = dgain.dtype if weight is None else weight.dtype
     return _laid_out_like(x, cast(Tensor, result)), dgain.to(dtype), dbias.to(dtype)
+
+
+def _addresses(state: State) -> bytes:
+    """Of a state that the caller holds."""
+    channels = state.mean.numel()
+    if not kernels.holds(state, channels):
+        raise RuntimeError(
+            "the state of a compiled streaming layer was moved or replaced since it was compiled: run torch.compile "
+            "again, or call torch.compiler.reset() first"
+        )
+    return kernels.addresses(kernels.state_readers(state))
 
 
 def _readable(x: Tensor) -> Tensor:
@@ -190,7 +207,7 @@ def _forward_shapes(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     else:
         hat, own = _shapes(x, _rules(*settings))
         size = 5 * prod(own) + 2 * prod(hat) + 5
-    return torch.empty_like(x), x.new_empty(size, dtype=compute_dtype(x, rest[-1]))
+    return torch.empty_like(x), x.new_empty(size, dtype=compute_dtype(x, rest[-5]))
 
 
 def _backward_shapes(dy: Tensor, x: Tensor, weight: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:

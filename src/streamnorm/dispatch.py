@@ -11,12 +11,11 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from . import kernels, native
 from . import moments as plain
 from .fused import layout_of, refuse_second_derivative
-from .kernels import Layout
+from .kernels import Layout, is_plain, is_vector
 from .moments import Center, Moments, Statistic, channelwise
 from .normref import CODES, NormRef
 from .transforms import transformed
@@ -28,7 +27,7 @@ Gradient = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 def fused_layout(x: Tensor, mask: Tensor | None) -> Layout | None:
     """How the kernels read the input of a call; None where they cannot: that is a matter for the plain path."""
-    return layout_of(x) if mask is None and kernels.available() and is_plain_float32(x) else None
+    return layout_of(x) if mask is None and kernels.available() and is_plain(x, torch.float32) else None
 
 
 @lru_cache(maxsize=256)
@@ -62,7 +61,7 @@ def fuses_sequence(*tensors: Tensor) -> bool:
     """Whether the kernels take these tensors of a recurrent layer."""
     if not kernels.available() or transformed():
         return False
-    return all(is_plain_float32(t) and t.is_contiguous() for t in tensors)
+    return all(is_plain(t, torch.float32) and t.is_contiguous() for t in tensors)
 
 
 def native_operator(
@@ -90,20 +89,6 @@ def native_operator(
     if not x.is_contiguous():  # torch would return another layout, or lose digits
         return None
     return native.group_norm if ref == LAYER_NORM else native.instance_norm if ref == INSTANCE_NORM else None
-
-
-def is_vector(tensor: Tensor | None, size: int, dtype: torch.dtype = torch.float32) -> bool:
-    """Whether kernels and operators can read a gain, a bias or a statistic, or there is none."""
-    return tensor is None or (is_plain(tensor, dtype) and tensor.shape == (size,) and tensor.is_contiguous())
-
-
-def is_plain_float32(tensor: Tensor) -> bool:
-    return is_plain(tensor, torch.float32)
-
-
-def is_plain(tensor: Tensor, dtype: torch.dtype) -> bool:
-    plain_type = tensor.dtype == dtype and type(tensor) in (Tensor, Parameter)
-    return plain_type and tensor.is_cpu and not tensor.is_neg()
 
 
 def apply(

@@ -71,8 +71,8 @@ def merged(group: Any, shares: Sequence[Share], skipped: Tensor | None) -> list[
     """
     bound = _bind_alike(group, shares)
     parts = [_numbers(share, dist.get_rank(group) == 0) for share in bound]
-    dtype = max((share.state.seen.dtype for share in bound), key=lambda each: torch.finfo(each).bits)
-    device = bound[0].state.seen.device
+    dtype = max((share.state.mean.dtype for share in bound), key=lambda each: torch.finfo(each).bits)
+    device = bound[0].state.mean.device
     message = torch.cat([part.to(device, dtype).flatten() for each in parts for part in each])
     dist.all_reduce(message, group=group)
     sizes = [part.numel() for each in parts for part in each]
@@ -91,11 +91,9 @@ def _numbers(share: Share, leads: bool) -> list[Tensor]:
     state = share.state
     windows = [part for h in _streams(state) for part in (h.count, h.count * h.short)]
     past = [part for h in _streams(state) for part in (h.long, h.empty)]
-    return [
-        *windows,
-        (state.seen - share.seen_before).clamp(min=0),
-        *(part * leads for part in (*past, share.seen_before)),
-    ]
+    new, before = (state.seen - share.seen_before).clamp(min=0), share.seen_before
+    rounded = before.to(state.mean.dtype)  # a counter has more digits than the message: what they leave is sent too
+    return [*windows, new, *(part * leads for part in (*past, rounded, before - rounded))]
 
 
 def _merged(share: Share, sums: Iterable[Tensor]) -> State:
@@ -108,7 +106,8 @@ def _merged(share: Share, sums: Iterable[Tensor]) -> State:
     ]
     stats, grads = (_with_window(h, *window) for h, window in zip(past, windows, strict=True))
     elements = _like(seen, state.elements)  # what was seen since the last merge is the window
-    state = replace(state, stats=stats, grads=grads, seen=_like(next(total) + seen, state.seen), elements=elements)
+    before = _like(next(total), state.seen) + _like(next(total), state.seen)
+    state = replace(state, stats=stats, grads=grads, seen=before + elements, elements=elements)
     s_hat = window_statistics(share.rules, state)
     there = stats.count > 0
     mean, sigma = torch.where(there, s_hat[0], state.mean), torch.where(there, s_hat[1], state.sigma)

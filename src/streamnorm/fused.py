@@ -8,20 +8,30 @@ import torch
 from torch import Tensor
 
 from . import kernels
-from .kernels import Layout
-from .stream import State, from_dict, to_dict, write_stream
+from .kernels import Layout, Readers
+from .stream import State, new_state, to_dict, write, write_stream
 
-# Called in backward: the state that gradients are streamed into, its record if that is known, the scale of the loss.
+# Called in backward: the state that gradients are streamed into, its record if it was looked at, the scale of the loss.
 Receiver = Callable[[], tuple[State, bytes | None, float]]
 
 
-class LayerCall(NamedTuple):
-    """A training call of a layer, apart from its tensors. `record`: of the state, which is written to."""
+class Plan(NamedTuple):
+    """How the kernels serve a layer, as long as nothing about it changes: not the layer, but what it writes into."""
 
-    layout: Layout
     settings: bytes
-    record: bytes
-    receiver: Receiver
+    state: State
+    readers: Readers
+    record: bytes  # what the readers gave when the state was looked at
+
+    def is_current(self) -> bool:
+        """Whether the memory of the state is where it was."""
+        return kernels.addresses(self.readers) == self.record
+
+
+def plan_of(settings: bytes, state: State) -> Plan:
+    """For a state that the kernels hold."""
+    readers = kernels.state_readers(state)
+    return Plan(settings, state, readers, kernels.addresses(readers))
 
 
 def layout_of(x: Tensor) -> Layout | None:
@@ -35,21 +45,22 @@ def layout_of(x: Tensor) -> Layout | None:
     return (1, samples * space, channels, 1, channels) if x.movedim(1, -1).is_contiguous() else None
 
 
-def stream_layer(x: Tensor, weight: Tensor | None, bias: Tensor | None, call: LayerCall) -> Tensor:
-    """A training call of StreamingNorm."""
-    return cast(Tensor, _StreamLayer.apply(x, weight, bias, call))  # type: ignore[no-untyped-call]
+def stream_layer(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, layout: Layout, plan: Plan, receiver: Receiver
+) -> Tensor:
+    """A training call of StreamingNorm. All tensors have been looked at."""
+    return cast(Tensor, _StreamLayer.apply(x, weight, bias, layout, plan, receiver))  # type: ignore[no-untyped-call]
 
 
 class _StreamLayer(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Any, bias: Any, call: LayerCall) -> Tensor:
-        layout, settings, record, _ = call
+    def forward(ctx: Any, x: Tensor, weight: Any, bias: Any, layout: Layout, plan: Plan, receiver: Receiver) -> Tensor:
         y = torch.empty_like(x)
         if layout[0] and not y.is_contiguous() and x.ndim == 2:
             y = x.new_empty(x.shape)
         kept = torch.empty(kernels.kept_size(layout[2]), dtype=torch.float32)
-        kernels.layer_forward(settings, record, layout, x, weight, bias, kept, y)
-        ctx.call, ctx.strides = call, (x.stride(), y.stride())
+        kernels.layer_forward(plan.settings, plan.record, layout, x, weight, bias, kept, y)
+        ctx.call, ctx.strides = (layout, plan.settings, receiver), (x.stride(), y.stride())
         ctx.save_for_backward(x, weight, kept)
         return y
 
@@ -57,22 +68,25 @@ class _StreamLayer(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative()
         x, weight, kept = ctx.saved_tensors
-        (layout, settings, _, receiver), (x_strides, strides) = ctx.call, ctx.strides
-        if x.stride() != x_strides or dy.stride() != strides:  # hooks may have moved what was saved
-            x, dy = as_laid_out(x, x_strides), as_laid_out(dy, strides)
-        needs_x, needs_gain, needs_bias, _ = ctx.needs_input_grad
+        (layout, settings, receiver), (x_strides, strides), channels = ctx.call, ctx.strides, ctx.call[0][2]
+        dy = as_laid_out(dy, dy.shape, strides)
+        if x.stride() != x_strides or x.shape != dy.shape or not kernels.is_plain(x, torch.float32):
+            # Hooks may have moved what was saved, or it was moved under autograd's hands.
+            x, layout = as_laid_out(x, dy.shape, strides), (*layout[:4], channels)
+        if not kernels.is_vector(weight, channels):
+            weight = as_laid_out(cast(Tensor, weight), (channels,), (1,))
+        kept = as_laid_out(kept, (kernels.kept_size(channels),), (1,))
+        needs_x, needs_gain, needs_bias, *_ = ctx.needs_input_grad
         dx = torch.empty_like(dy) if needs_x else None
-        dgain = torch.empty(layout[2], dtype=torch.float32)
-        dbias = torch.empty(layout[2], dtype=torch.float32)
+        dgain = torch.empty(channels, dtype=torch.float32)
+        dbias = torch.empty(channels, dtype=torch.float32)
         state, record, scale = receiver()
-        narrow = state
-        if record is None:
-            narrow = as_float32(state)
-            record = kernels.state_record(narrow)
+        written = state if record else as_kernels_hold(state, channels)
+        record = record or kernels.addresses(kernels.state_readers(written))
         kernels.layer_backward(settings, record, layout, x, weight, kept, dy, scale, (dx, dgain, dbias))
-        if narrow is not state:
-            write_stream(state.grads, narrow.grads)
-        return dx, dgain if needs_gain else None, dbias if needs_bias else None, None
+        if written is not state:
+            write_stream(state.grads, written.grads)
+        return dx, dgain if needs_gain else None, dbias if needs_bias else None, None, None, None
 
 
 class SequencePlan(NamedTuple):
@@ -111,7 +125,7 @@ class _StreamSequence(torch.autograd.Function):
         saved = products, start, weight, recurrent, before, inner, kept
         fixed = _sequence_arguments(plan, hidden, affine, [(state, 1.0) for state in plan.states])
         kernels.sequence_forward(fixed, (*saved, output, final))
-        ctx.plan = plan
+        ctx.plan, ctx.laid_out = plan, [(tensor.shape, tensor.stride()) for tensor in saved]
         ctx.save_for_backward(*saved, *affine)
         return output, final
 
@@ -120,17 +134,19 @@ class _StreamSequence(torch.autograd.Function):
         refuse_second_derivative("recurrent layers of streamnorm", ", or use a cell in a loop")
         plan: SequencePlan = ctx.plan
         kept = ctx.saved_tensors  # once: activation checkpointing hands each tensor out once
-        saved = [tensor.contiguous() for tensor in kept[:7]]
+        saved = [as_laid_out(tensor, *like) for tensor, like in zip(kept, ctx.laid_out, strict=False)]
         products, start, weight, recurrent, before, inner, _ = saved
-        affine, hidden = kept[7:], weight.shape[1]
+        hidden = weight.shape[1]
+        affine = [None if vector is None else as_laid_out(vector, (hidden,), (1,)) for vector in kept[7:]]
+        doutput = as_laid_out(doutput, before.shape, before.stride())
+        dfinal = as_laid_out(dfinal, start.shape, start.stride())
         received = [receive() for receive in plan.receivers]
-        narrow = [(as_float32(state), scale) for state, _, scale in received]
+        written = [(as_kernels_hold(state, hidden), scale) for state, _, scale in received]
         dproducts, drecurrent, dstart = map(torch.empty_like, (products, recurrent, start))
         sums = weight.new_empty((2 * plan.gates, 2, hidden))
-        doutput, dfinal = as_laid_out(doutput, before.stride()), as_laid_out(dfinal, start.stride())
-        fixed = _sequence_arguments(plan, hidden, affine, narrow)
+        fixed = _sequence_arguments(plan, hidden, affine, written)
         kernels.sequence_backward(fixed, (*saved, doutput, dfinal, dproducts, drecurrent, dstart, sums))
-        for (state, *_), (copy, _) in zip(received, narrow, strict=True):
+        for (state, *_), (copy, _) in zip(received, written, strict=True):
             if copy is not state:
                 write_stream(state.grads, copy.grads)
 
@@ -165,19 +181,34 @@ def refuse_second_derivative(who: str = "streamnorm layers", way_out: str = "") 
         )
 
 
-def as_laid_out(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
-    """The tensor, or a float32 copy of it that has these strides."""
-    if tensor.stride() == strides and tensor.dtype == torch.float32:
+def as_laid_out(tensor: Tensor, shape: Sequence[int], strides: Sequence[int]) -> Tensor:
+    """The tensor, or a float32 copy of it that has these strides, as the kernels will read it.
+
+    Where it comes from, a hook on saved tensors or a backward pass, it may be anything but of another shape.
+    """
+    if tensor.shape != shape:
+        raise RuntimeError(
+            f"backward was given {tuple(tensor.shape)} where forward saved {tuple(shape)}: a hook on saved tensors may "
+            "move what it packs, but has to give it back in its shape"
+        )
+    if tensor.stride() == strides and kernels.is_plain(tensor, torch.float32):
         return tensor
-    return torch.empty_strided(tensor.shape, strides, dtype=torch.float32, device=tensor.device).copy_(tensor)
+    result = torch.empty_strided(shape, strides, dtype=torch.float32)
+    result.copy_(tensor)
+    return result
 
 
-def as_float32(state: State) -> State:
+def as_kernels_hold(state: State, channels: int) -> State:
     """The state itself, or a copy if the layer was moved between forward and backward."""
-    if state.mean.dtype == torch.float32 and state.mean.is_cpu:
+    if kernels.holds(state, channels):
         return state
-
-    def narrow(tensor: Tensor) -> Tensor:
-        return tensor.to("cpu", torch.float32 if tensor.is_floating_point() else tensor.dtype)
-
-    return from_dict({name: narrow(tensor) for name, tensor in to_dict(state).items()})
+    like = new_state((channels,), torch.empty(0))
+    tensors, wanted = to_dict(state), to_dict(like)
+    for name, tensor in tensors.items():
+        if tensor.shape != wanted[name].shape or tensor.is_meta or (tensor.is_cpu and tensor.data_ptr() == 0):
+            raise RuntimeError(
+                f"{name} of a streaming layer was replaced between its forward and its backward pass (shape "
+                f"{tuple(tensor.shape)} on {tensor.device}, for {channels} channels): its gradients have nowhere to go"
+            )
+    write(like, state)
+    return like

@@ -224,7 +224,7 @@ def _health_of(layer: StreamingNorm, row: list[float]) -> LayerHealth:
         sigma_max=high,
         warm=warm,
         calls=int(calls),
-        heard=bool(folded) or layer._heard,
+        heard=bool(folded) or layer._pulse.updates > 0,
     )
 
 

@@ -114,7 +114,7 @@ def stream_statistics(rules: Rules, before: State, x: Tensor, mask: Tensor | Non
     seen, elements = before.seen + new, before.elements + new
     share = window_share(rules, elements, before.elements_before)
     s_hat = stream.blend(stats, *stream.guarded(rules.alpha, share))
-    w = torch.ones_like(seen)
+    w = torch.ones_like(seen, dtype=latest.dtype)
     if rules.warmup:
         s_hat, w = stream.warm_start(s_hat, layer, seen, rules.warmup)
     s_hat = torch.where(accept, s_hat, latest)

@@ -1,5 +1,7 @@
 """A norm that keeps streams: its state, who may hold it, how it hears of updates, how it is saved and loaded."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +14,7 @@ from .base import (
     Device,
     Norm,
     batchnorm_statistics,
+    has_no_memory,
     is_batchnorm,
     moved,
     outside_inference_mode,
@@ -21,6 +24,10 @@ from .distributed import SameGroup, Share
 from .rules import Rules, folded
 from .stream import State, Stream
 from .updates import Listener, loss_scale
+
+# The settings with which a layer that is called once per weight update is a batch norm.
+EXACT: dict[str, Any] = {"alpha": (0.0, 1.0), "beta": (0.0, 0.0, 1.0), "center": "mean", "warmup": 0, "guard": False}
+PLANS = ("_plan", "_known")  # kept outside of what a module knows of itself; see StreamingNorm
 
 
 class Stateful(Norm, Listener):
@@ -44,7 +51,9 @@ class Stateful(Norm, Listener):
         self._forget_merges(None)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        self.__dict__.pop("_known", None)  # how the last call was served: something is new now
+        if name not in ("training", "_paused", "_dims"):  # which each call looks at, or none
+            for plan in PLANS:  # how the last call was served: something is new now
+                self.__dict__.pop(plan, None)
         if name in stream.NAMES and isinstance(value, Tensor):
             self._set_tensor(name, value)
         else:
@@ -102,7 +111,7 @@ class Stateful(Norm, Listener):
 
     def reset_running_stats(self) -> None:
         """Forget everything: statistics, their gradients, and the spatial size that they are bound to."""
-        self._state = stream.new_state(self.initial_shape(), self._state.seen)
+        self._state = stream.new_state(self.initial_shape(), self._state.mean)
         self._forget_merges(None)
 
     def _forget_merges(self, seen_before: Tensor | None) -> None:
@@ -113,9 +122,9 @@ class Stateful(Norm, Listener):
 
     def reset_gradients(self) -> None:
         """Forget the streamed gradients, for a new loss or a new scale of it."""
-        state, like = self._state, self._state.seen
+        state, like = self._state, self._state.mean
         grads = replace(stream.new_stream(tuple(state.mean.shape), like), pending=state.grads.pending)
-        self._state = replace(state, grads=grads, loss_scale=torch.zeros_like(like))
+        self._state = replace(state, grads=grads, loss_scale=like.new_zeros(()))
 
     @property
     def rules(self) -> Rules:
@@ -131,7 +140,7 @@ class Stateful(Norm, Listener):
 
     def _take(self, state: State, seen_before: Tensor) -> None:
         if state.mean.shape != self._state.mean.shape:
-            self._state = stream.new_state(tuple(state.mean.shape), state.seen)
+            self._state = stream.new_state(tuple(state.mean.shape), state.mean)
         stream.write(self._own(), state)
         self.seen_before, self._sized = seen_before, bool(state.mean.numel())
 
@@ -145,29 +154,80 @@ class Stateful(Norm, Listener):
         if not self._marked:
             self._marked = True
 
+    def _check_state(self) -> None:
+        """A state of which a part was moved or replaced by hand cannot be gone on with."""
+        like = self._state.mean
+        dtype, device = like.dtype, like.device
+        for name, tensor in stream.to_dict(self._state).items():
+            if has_no_memory(tensor):
+                raise RuntimeError(f"{name} of {type(self).__name__} has no memory: its storage was freed by hand")
+            if tensor.device != device or tensor.dtype != stream.dtype_of(name, dtype, device):
+                raise RuntimeError(
+                    f"{name} of {type(self).__name__} is {tensor.dtype} on {tensor.device}, where mean is {dtype} on "
+                    f"{device}: move the whole layer with .to(), or load or reset all of its state"
+                )
+
     def _settled(self) -> State:
         """The state, after dropping the gradients of a step that the scaler skipped: it lowers its scale then."""
         state = self._own()
         if self._scaler is not None:
-            scale = loss_scale(self._scaler, state.seen)
+            scale = loss_scale(self._scaler, state.loss_scale)
             skipped = (scale < state.loss_scale) & ~state.stats.pending
             stream.write(state, replace(state, grads=stream.drop(state.grads, skipped), loss_scale=scale))
         return state
 
+    def _snapshot(self) -> Callable[[], None]:
+        state, before, sized = self._handed_out(), self.seen_before, self._sized
+
+        def restore() -> None:
+            self._state, self.seen_before, self._sized = state, before, sized
+            self._shared = self._marked = True
+            self._pulse.version = -1  # whatever happened to the weights since is no news
+
+        return restore
+
+    def _is_at(self, address: int) -> bool:
+        own = self._parameters.get("weight"), self._state.stats.count, self._state.grads.count
+        return any(tensor is not None and tensor.data_ptr() == address for tensor in own)
+
+    @contextmanager
+    def _exactly(self) -> Iterator[None]:
+        before = {name: getattr(self, name) for name in EXACT}
+        for name, value in EXACT.items():
+            setattr(self, name, value)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                setattr(self, name, value)
+        calls = int(self._state.stats.count)
+        if calls > 1:
+            raise RuntimeError(
+                f"LBFGS needs the exact gradient of its loss, which {type(self).__name__} has only if an evaluation "
+                f"calls it once, and since the last update it was called {calls} times: give it all data in one call, "
+                "or take another optimizer, or a SampleNorm"
+            )
+
     def __getstate__(self) -> dict[str, Any]:
-        state = super().__getstate__()
-        return state | {"process_group": SameGroup(self.process_group)}
+        # Whoever pickles for another process moves what it is given to shared memory, in place. That must not be the
+        # state that a call may be using; what `share_memory()` has put there already stays where it is.
+        shared = self._state.mean.untyped_storage().is_shared()
+        state = super().__getstate__() | {"process_group": SameGroup(self.process_group)}
+        return state | {"_state": self._state if shared else stream.copied(self._state)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         group = state["process_group"]
         group = group.group if isinstance(group, SameGroup) else group
-        before = torch.zeros_like(state["_state"].seen)  # of layers that were pickled by versions without merges
-        super().__setstate__({"seen_before": before} | state | {"process_group": group})
+        kept = stream.recounted(state["_state"])
+        before = torch.zeros_like(kept.seen)  # of layers that were pickled by versions without merges
+        super().__setstate__({"seen_before": before} | state | {"process_group": group, "_state": kept})
 
     def _apply(self, fn: Any, recurse: bool = True) -> "Stateful":
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self._state = stream.from_dict({k: moved(tensor, fn) for k, tensor in stream.to_dict(self._state).items()})
-        self.seen_before = moved(self.seen_before, fn)
+        # Copies are moved: a call in another thread may be using the state.
+        state = stream.to_dict(stream.copied(self._state))
+        self._state = stream.from_dict({name: _moved(name, tensor, fn) for name, tensor in state.items()})
+        self.seen_before = _moved("seen", self.seen_before, fn)
         return self
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
@@ -207,6 +267,7 @@ class Stateful(Norm, Listener):
             k: v for k, v in state_dict.items() if k.removeprefix(prefix) not in (*names, *foreign, "seen_before")
         }
         super()._load_from_state_dict(others, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        self._pulse.version = -1  # weights that were loaded are no update unheard of
         assign = local_metadata.get("assign_to_params_buffers", False)
         if foreign:
             self._load_batchnorm(batchnorm_statistics(state_dict, prefix, self.eps), prefix, error_msgs, assign)
@@ -219,7 +280,7 @@ class Stateful(Norm, Listener):
         self, loaded: dict[str, Tensor], prefix: str, assign: bool, error_msgs: list[str], seen_before: Tensor | None
     ) -> None:
         shape = loaded["mean"].shape
-        template = stream.to_dict(stream.new_state(tuple(shape), self._state.seen))
+        template = stream.to_dict(stream.new_state(tuple(shape), self._state.mean))
         legal = self.can_hold(shape)
         wrong = [name for name, like in template.items() if not legal or loaded[name].shape != like.shape]
         error_msgs.extend(
@@ -242,7 +303,7 @@ class Stateful(Norm, Listener):
         self, statistics: tuple[Tensor, Tensor] | None, prefix: str, error_msgs: list[str], assign: bool
     ) -> None:
         """Start the streams from a trained `nn.BatchNorm`, without a warm-up; from nothing if it never saw data."""
-        like = self._state.seen
+        like = self._state.mean
         if assign and statistics is not None:
             like = torch.empty_like(like, device=statistics[0].device)
         fresh = stream.new_state(self.initial_shape(), like)
@@ -261,6 +322,16 @@ class Stateful(Norm, Listener):
         mean, sigma = both[0].clone(), both[1].clone()
         self._state = replace(fresh, stats=stats, mean=mean, sigma=sigma, seen=fresh.seen + max(self.warmup, 1.0))
         self._forget_merges(self._state.seen)
+
+
+def _moved(name: str, tensor: Tensor, fn: Any) -> Tensor:
+    """`fn` of `nn.Module._apply` for a tensor of the state: counters keep their type."""
+    if name not in stream.COUNTERS:
+        return moved(tensor, fn)
+    where = fn(tensor.new_empty(0, dtype=torch.float32)).device
+    tensor = tensor.to(stream.counter_dtype(where))
+    result: Tensor = fn(tensor)
+    return result if result.dtype == tensor.dtype else tensor.to(where)
 
 
 def _reader(name: str) -> property:

@@ -32,7 +32,7 @@ class State:
     grads: Stream  # H2
     mean: Tensor  # the latest s_hat, for evaluation
     sigma: Tensor
-    seen: Tensor  # reference elements per statistic so far, for the warm start
+    seen: Tensor  # reference elements per statistic so far, for the warm start: a counter, as the next two
     elements: Tensor  # of those, in the window since the last weight update
     elements_before: Tensor  # in the window before; 0 if there was none
     loss_scale: Tensor  # of the latest push into H2; 0 where no scaler was ever attached
@@ -42,7 +42,16 @@ class State:
 STREAMS = ("stats", "grads")
 PARTS = tuple(field.name for field in fields(Stream))
 NUMBERS = tuple(field.name for field in fields(State) if field.name not in STREAMS)
+COUNTERS = frozenset({"seen", "elements", "elements_before"})  # of elements, see `new_counter`
 NAMES = frozenset([f"{name}_{part}" for name in STREAMS for part in PARTS] + list(NUMBERS))  # of `to_dict`
+
+
+def dtype_of(name: str, statistics: torch.dtype, device: torch.device) -> torch.dtype:
+    """The type of a tensor of a state, by its name in `to_dict`."""
+    if name in COUNTERS:
+        return counter_dtype(device)
+    part = name.rpartition("_")[2]
+    return torch.int64 if part == "count" else torch.bool if part in ("empty", "pending") else statistics
 
 
 def new_stream(shape: tuple[int, ...], like: Tensor) -> Stream:
@@ -61,11 +70,20 @@ def new_state(shape: tuple[int, ...], like: Tensor) -> State:
         grads=new_stream(shape, like),
         mean=like.new_zeros(shape),
         sigma=like.new_ones(shape),
-        seen=like.new_zeros(()),
-        elements=like.new_zeros(()),
-        elements_before=like.new_zeros(()),
+        seen=new_counter(like),
+        elements=new_counter(like),
+        elements_before=new_counter(like),
         loss_scale=like.new_zeros(()),
     )
+
+
+def new_counter(like: Tensor) -> Tensor:
+    """0, in a type that goes on counting: float32 stands still at 2^24. Averages of elements need not be whole."""
+    return torch.zeros((), dtype=counter_dtype(like.device), device=like.device)
+
+
+def counter_dtype(device: torch.device) -> torch.dtype:
+    return torch.float32 if device.type == "mps" else torch.float64  # which Apple's GPUs do not have
 
 
 def push(stream: Stream, value: Tensor, accept: Tensor) -> Stream:
@@ -141,7 +159,7 @@ def layer_statistics(mean: Tensor, sigma: Tensor, present: Tensor | None, p: flo
 
 def warm_start(s_hat: Tensor, layer: Tensor, seen: Tensor, warmup: float) -> tuple[Tensor, Tensor]:
     """s_hat <- w * s_hat + (1 - w) * layer with w = min(1, seen / warmup); returns it and w."""
-    w = (seen / warmup).clamp(max=1)
+    w = (seen / warmup).clamp(max=1).to(s_hat.dtype)
     return torch.lerp(layer, s_hat, w), w
 
 
@@ -149,7 +167,7 @@ def bind(state: State, shape: tuple[int, ...]) -> State:
     """Give a state whose statistics are empty, not bound to a spatial size yet, their shape."""
     if state.mean.numel():
         return state
-    fresh = new_state(shape, state.seen)
+    fresh = new_state(shape, state.mean)
     return replace(
         fresh,
         stats=replace(fresh.stats, pending=state.stats.pending),
@@ -173,6 +191,13 @@ def write_stream(stream: Stream, new: Stream) -> None:
 
 def copied(state: State) -> State:
     return from_dict({name: tensor.clone().contiguous() for name, tensor in to_dict(state).items()})
+
+
+def recounted(state: State) -> State:
+    """A state whose counters may be of an older type."""
+    tensors = to_dict(state)
+    counters = {name: tensors[name].to(counter_dtype(tensors[name].device)) for name in COUNTERS}
+    return from_dict(tensors | counters)
 
 
 def to_dict(state: State) -> dict[str, Tensor]:

@@ -1,6 +1,7 @@
 """Streaming Normalization: the layer of the paper, F and G around S and N."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -10,26 +11,17 @@ from torch import Tensor
 from . import checkpointing, kernels, stream
 from .base import Device, is_number, numbers, outside_inference_mode
 from .compiled import stream_compiled
-from .dispatch import (
-    apply,
-    compute_dtype,
-    evaluate,
-    fused_layout,
-    fused_settings,
-    fuses_compiled,
-    is_plain_float32,
-    is_vector,
-)
+from .dispatch import apply, compute_dtype, evaluate, fused_layout, fused_settings, fuses_compiled
 from .distributed import check_group
-from .fused import LayerCall, Receiver, stream_layer
-from .kernels import state_record
+from .fused import Plan, Receiver, plan_of, stream_layer
+from .kernels import Layout, is_plain, is_vector
 from .normref import NormRef
 from .rules import Call, Rules, folded, stream_gradients, stream_statistics
 from .stateful import Stateful
 from .stream import State
-from .transforms import exported, is_rewritten
+from .transforms import exported, is_rewritten, transformed
 
-NOTHING = (None, None, None)
+NOTHING = (None, None, None, None)
 
 
 class Begun(NamedTuple):
@@ -127,7 +119,7 @@ class StreamingNorm(Stateful):
         compiling = torch.compiler.is_compiling()
         again = None if compiling or mask is not None else self._as_before(x)
         if again is not None:
-            return stream_layer(x, *again)
+            return stream_layer(x, *again, self.receive)
         x, mask = self.enter(x, mask)
         if compiling and self.collects:
             return self.leave(self._compiled(x, mask))
@@ -138,12 +130,12 @@ class StreamingNorm(Stateful):
             return self.leave(evaluate(x, mean, sigma, self.weight, self.bias, mask))
 
         real = state is self._state  # not a call that backward repeats
-        layout, settings = fused_layout(x, mask), self.fused_settings()
-        if layout and settings:
-            call = LayerCall(layout, settings, state_record(state), self.receiver(begun))
+        layout = fused_layout(x, mask)
+        plan = self._planned(state) if layout else None
+        if layout and plan:
             if real and self.channel_dim == 1 and self._scaler is None:
-                self.__dict__["_known"] = x.shape, x.stride(), call
-            return self.leave(stream_layer(x, self.weight, self.bias, call))
+                self.__dict__["_known"] = x.shape, x.stride(), layout, plan
+            return self.leave(stream_layer(x, self.weight, self.bias, layout, plan, self.receiver(begun)))
         rules = self.rules
         with outside_inference_mode(), torch.no_grad():
             before = stream.bind(state, self.statistic_shape(x))
@@ -158,19 +150,39 @@ class StreamingNorm(Stateful):
             self._marked = False
         return self.leave(y)
 
-    def _as_before(self, x: Tensor) -> tuple[Tensor | None, Tensor | None, LayerCall] | None:
-        """Gain, bias and the last fused call, if nothing about the layer or its input is new: no need for checks."""
-        shape, stride, call = self.__dict__.get("_known", NOTHING)
+    def _as_before(self, x: Tensor) -> tuple[Tensor | None, Tensor | None, Layout, Plan] | None:
+        """What the last fused call was served by, if nothing about the layer or its input is new: no other checks."""
+        own = self.__dict__
+        shape, stride, layout, plan = own.get("_known", NOTHING)
         if type(x) is not Tensor or x.shape != shape or x.stride() != stride:
             return None
-        if not is_plain_float32(x) or not kernels.available() or checkpointing.is_watched() or is_rewritten():
+        if not own["training"] or self._paused or not kernels.available() or checkpointing.is_watched():
             return None
-        own = self._parameters  # faster than attributes of a module
-        weight, bias = own.get("weight"), own.get("bias")
+        if is_rewritten() or not is_plain(x, torch.float32):
+            return None
+        weight, bias = own["_parameters"].get("weight"), own["_parameters"].get("bias")
         if self.affine and weight is None:  # parametrized
             return None
         size = self.num_features
-        return (weight, bias, call) if is_vector(weight, size) and is_vector(bias, size) else None
+        if not (is_vector(weight, size) and is_vector(bias, size) and plan.is_current()):
+            return None
+        self._forward_runs(weight)
+        return weight, bias, layout, plan
+
+    def _planned(self, state: State | None = None) -> Plan | None:
+        """How the kernels serve the layer, or a call of it that has a state of its own; None where they do not."""
+        plan: Plan | None = self.__dict__.get("_plan")
+        own = state is None or state is self._state
+        settings = self._settings_of_kernels() if kernels.available() else None
+        if own and plan is not None and settings == plan.settings and plan.is_current():
+            return plan
+        state = self._state if state is None else state
+        if settings is None or not kernels.holds(state, self.num_features):
+            return None
+        plan = plan_of(settings, state)
+        if own:
+            self.__dict__["_plan"] = plan
+        return plan
 
     def _compiled(self, x: Tensor, mask: Tensor | None) -> Tensor:
         """A training call as the compiler sees it."""
@@ -192,7 +204,7 @@ class StreamingNorm(Stateful):
     def _bind(self, like: State) -> None:
         """The first call binds a layer whose statistics have a location to a spatial size."""
         if like.mean.shape != self._state.mean.shape:
-            self._state = stream.new_state(tuple(like.mean.shape), like.seen)
+            self._state = stream.new_state(tuple(like.mean.shape), like.mean)
 
     def _stream_gradients(
         self, rules: Rules, call: Call, into: State | None, grad_mean: Tensor, grad_sigma: Tensor
@@ -205,7 +217,7 @@ class StreamingNorm(Stateful):
         shape = self.ref.statistic_shape(self.num_features, tuple(grad_mean.shape[2:]))
         # After a reset between forward and backward there may be no stream of this shape any more: start one.
         known = tuple(state.mean.shape) == shape
-        grads = state.grads if known else stream.new_stream(shape, state.seen)
+        grads = state.grads if known else stream.new_stream(shape, state.mean)
         grads, passed_on = stream_gradients(rules, grads, call, grad_mean, grad_sigma, scale)
         if known:
             stream.write_stream(state.grads, grads)
@@ -221,9 +233,13 @@ class StreamingNorm(Stateful):
         return begun if repetition.reentrant else begun._replace(grads_into=begun.state)
 
     def _begin_call(self) -> Begun:
+        self._check_state()
         if not self.collects:
-            return Begun(self._handed_out(), False)
-        self._forward_runs()
+            state = self._state
+            if torch.is_grad_enabled() or transformed():  # backward may come after later calls changed the statistics
+                state = replace(state, mean=state.mean.clone(), sigma=state.sigma.clone())
+            return Begun(state, False)
+        self._forward_runs(self._parameters.get("weight"))
         state = self._settled()
         if self._marked and self.process_group is not None:
             # Not by the kernels, which round otherwise: a process without a batch folds in plain torch.
@@ -243,18 +259,21 @@ class StreamingNorm(Stateful):
     def receive(self) -> tuple[State, bytes | None, float]:
         """What the backward pass of a fused call streams its gradients into: state, its record, scale of the loss."""
         self._backward_runs()
-        known = self.__dict__.get("_known")
-        if known is not None:
-            return self._state, known[2].record, 1.0
+        plan = self.__dict__.get("_known", NOTHING)[3]
+        if plan is not None and plan.is_current():
+            return plan.state, plan.record, 1.0
         state = self._settled()
         return state, None, 1.0 if self._scaler is None else float(state.loss_scale)
 
     def fused_settings(self) -> bytes | None:
-        """The settings for the kernels; None where they do not serve this layer."""
+        """The settings for the kernels; None where they do not serve this layer as it is."""
+        plan = self._planned()
+        return None if plan is None else plan.settings
+
+    def _settings_of_kernels(self) -> bytes | None:
         statistic = self.ref, self.p, self.center, self.eps
         streaming = tuple(self.alpha), tuple(self.beta), tuple(self.kappa), self.warmup, self.guard
-        vectors = self.weight, self.bias, self._state.mean
-        return fused_settings(statistic, streaming, vectors, self.num_features)
+        return fused_settings(statistic, streaming, (self.weight, self.bias), self.num_features)
 
     def extra_repr(self) -> str:
         group = {} if self.process_group is None else {"process_group": self.process_group}

@@ -1,17 +1,21 @@
 """Fused kernels for the CPU, in C++. Without them everything runs on plain torch, only slower.
 
+They get addresses. An address is read from a tensor in the call that uses it, the call holds that tensor until the
+kernel returns, and the tensor has been looked at: type, place, shape, order in memory, and that there is memory.
+
 They are built when the package is installed, if there is a compiler. `STREAMNORM_PLAIN=1` in the environment forces the
 plain path for a process, `disabled()` for a while. `dispatch` decides which calls they serve.
 """
 
 import os
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch  # before the kernels, which use the threads of the OpenMP runtime that torch loads
 from torch import Tensor
+from torch.nn import Parameter
 
 from ..stream import State
 
@@ -68,34 +72,45 @@ def settings_record(
     return struct.pack("3q11d", int(p), CENTERS.index(center), guard, *alpha, *beta, *kappa, warmup, eps)
 
 
-_state_record = struct.Struct("16q")
+def is_plain(tensor: Tensor, dtype: torch.dtype) -> bool:
+    """Whether a tensor is what its address says: of this type, on the CPU, in memory, with nothing to be done yet."""
+    plain_type = tensor.dtype == dtype and type(tensor) in (Tensor, Parameter)
+    return plain_type and tensor.is_cpu and not tensor.is_neg() and tensor.data_ptr() != 0
 
 
-def state_record(state: State) -> bytes:
-    """`State` of types.h: the addresses of a state's tensors, which the kernels write into."""
-    return _state_record.pack(*_state_addresses(state))
+def is_vector(tensor: Tensor | None, size: int, dtype: torch.dtype = torch.float32) -> bool:
+    """Whether kernels and operators can read a gain, a bias or a statistic, or there is none."""
+    return tensor is None or (is_plain(tensor, dtype) and tensor.shape == (size,) and tensor.is_contiguous())
 
 
-def _state_addresses(state: State) -> list[int]:
-    stats, grads = state.stats, state.grads
-    return [
-        stats.long.data_ptr(),
-        stats.short.data_ptr(),
-        stats.count.data_ptr(),
-        stats.empty.data_ptr(),
-        stats.pending.data_ptr(),
-        grads.long.data_ptr(),
-        grads.short.data_ptr(),
-        grads.count.data_ptr(),
-        grads.empty.data_ptr(),
-        grads.pending.data_ptr(),
-        state.mean.data_ptr(),
-        state.sigma.data_ptr(),
-        state.seen.data_ptr(),
-        state.elements.data_ptr(),
-        state.elements_before.data_ptr(),
-        state.loss_scale.data_ptr(),
-    ]
+Readers = tuple[Callable[[], int], ...]
+
+
+def _tensors(state: State) -> tuple[Tensor, ...]:
+    """Those of `State` of types.h, in that order."""
+    streams = [(h.long, h.short, h.count, h.empty, h.pending) for h in (state.stats, state.grads)]
+    return *streams[0], *streams[1], state.mean, state.sigma, state.seen, state.elements, state.elements_before
+
+
+def holds(state: State, channels: int) -> bool:
+    """Whether the kernels can write into a state: every tensor of it is looked at."""
+    stream = [(torch.float32, (2, channels))] * 2 + [(torch.int64, ()), (torch.bool, ()), (torch.bool, ())]
+    wanted = stream * 2 + [(torch.float32, (channels,))] * 2 + [(torch.float64, ())] * 3
+    return all(
+        is_plain(tensor, dtype) and tensor.shape == shape and tensor.is_contiguous()
+        for tensor, (dtype, shape) in zip(_tensors(state), wanted, strict=True)
+    )
+
+
+def state_readers(state: State) -> Readers:
+    """What reads the addresses of a state, and holds its tensors."""
+    return tuple(tensor.data_ptr for tensor in _tensors(state))
+
+
+def addresses(readers: Readers) -> bytes:
+    """`State` of types.h as it is now."""
+    record: bytes = _native.addresses(readers)
+    return record
 
 
 def kept_size(channels: int) -> int:
@@ -142,13 +157,14 @@ def layer_backward(
     _native.layer_backward(settings, state, *layout, torch.get_num_threads(), *addresses, *results)
 
 
-_norm_record = struct.Struct("18qd")
+_gain_and_bias = struct.Struct("2q")
+_scale = struct.Struct("d")
 
 
 def norm_records(norms: Iterable[tuple[Tensor | None, Tensor | None, State, float]]) -> bytes:
     """`Norm`s of types.h: gain, bias, state and scale of the loss of each."""
     return b"".join(
-        _norm_record.pack(address(gain), address(bias), *_state_addresses(state), scale)
+        _gain_and_bias.pack(address(gain), address(bias)) + addresses(state_readers(state)) + _scale.pack(scale)
         for gain, bias, state, scale in norms
     )
 

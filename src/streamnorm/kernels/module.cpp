@@ -140,6 +140,26 @@ PyObject* sequence_backward(PyObject*, PyObject* const* args, Py_ssize_t count) 
     Py_RETURN_NONE;
 }
 
+// The addresses that a tuple of `data_ptr` methods gives now, as bytes.
+PyObject* addresses(PyObject*, PyObject* readers) {
+    const Py_ssize_t count = PyTuple_Size(readers);
+    if (count < 0) return nullptr;
+    PyObject* bytes = PyBytes_FromStringAndSize(nullptr, count * (Py_ssize_t)sizeof(int64_t));
+    if (!bytes) return nullptr;
+    char* out = PyBytes_AsString(bytes);
+    for (Py_ssize_t i = 0; i < count; i++) {
+        PyObject* number = PyObject_CallNoArgs(PyTuple_GetItem(readers, i));
+        const int64_t value = number ? PyLong_AsLongLong(number) : -1;
+        Py_XDECREF(number);
+        if (value == -1 && PyErr_Occurred()) {
+            Py_DECREF(bytes);
+            return nullptr;
+        }
+        std::memcpy(out + i * sizeof value, &value, sizeof value);
+    }
+    return bytes;
+}
+
 PyObject* use(PyObject*, PyObject* name) {
     PyObject* ascii = PyUnicode_AsASCIIString(name);
     if (!ascii) return nullptr;
@@ -161,6 +181,7 @@ PyMethodDef methods[] = {
     {"layer_backward", FAST(layer_backward), nullptr},
     {"sequence_forward", FAST(sequence_forward), nullptr},
     {"sequence_backward", FAST(sequence_backward), nullptr},
+    {"addresses", addresses, METH_O, nullptr},
     {"use", use, METH_O, "Choose the kernels for an instruction set; False where there are none for this machine."},
     {nullptr, nullptr, 0, nullptr},
 };

@@ -33,17 +33,17 @@ inline float lerp(float from, float to, float share) {  // rounds as torch.lerp 
     return share < 0.5f ? from + share * (to - from) : to - (to - from) * (1 - share);
 }
 
-const float FULL = 32;  // elements per statistic in a window from which on the guard does nothing
+const double FULL = 32;  // elements per statistic in a window from which on the guard does nothing
 
 // What so many elements are of a full window; 1 where their number is not known, 0, or nothing is guarded.
-inline float share_of(const Settings& set, float elements) {
-    return set.guard && elements > 0 ? std::min(1.0f, elements / FULL) : 1.0f;
+inline float share_of(const Settings& set, double elements) {
+    return set.guard && elements > 0 ? (float)std::min(1.0, elements / FULL) : 1.0f;
 }
 
 // Of the present window, with so many elements more.
-inline float window_share(const Settings& set, const State& state, float more) {
-    const float before = *state.elements_before;
-    return share_of(set, before > 0 ? std::max(*state.elements + more, before) : 0.0f);
+inline float window_share(const Settings& set, const State& state, double more) {
+    const double before = *state.elements_before;
+    return share_of(set, before > 0 ? std::max(*state.elements + more, before) : 0.0);
 }
 
 struct Weights {
@@ -73,8 +73,8 @@ inline bool fold(const Stream& s, int64_t channels, Weights weights) {
 
 inline void fold_pending(const Settings& set, const State& state, int64_t channels) {
     if (!*state.stats.pending && !*state.grads.pending) return;
-    const float elements = *state.elements;
-    const float share = share_of(set, elements), part = elements / std::max(*state.seen, 1.0f);
+    const double elements = *state.elements;
+    const float share = share_of(set, elements), part = (float)(elements / std::max(*state.seen, 1.0));
     fold(state.grads, channels, guarded(set.kappa + 2, share, part));
     if (!fold(state.stats, channels, guarded(set.kappa, share, part))) return;
     *state.elements_before = elements;
@@ -111,8 +111,8 @@ struct Push {
     }
 };
 
-inline float warm_up(const Settings& set, float seen) {
-    return set.warmup > 0 ? std::min(1.0f, seen / (float)set.warmup) : 1.0f;
+inline float warm_up(const Settings& set, double seen) {
+    return set.warmup > 0 ? (float)std::min(1.0, seen / set.warmup) : 1.0f;
 }
 
 inline float layer_mean(const float* mean, int64_t channels) {
@@ -129,13 +129,13 @@ inline float layer_sigma(const float* sigma, int64_t channels, int64_t p) {
 
 // F of the paper and the warm start: S(x) in `kept` is pushed into H1, and s_hat put beside it. A call whose
 // statistics are not all finite is not pushed, and the latest s_hat serves.
-inline void stream_statistics(const Settings& set, const State& state, int64_t channels, float elements, Kept kept) {
+inline void stream_statistics(const Settings& set, const State& state, int64_t channels, double elements, Kept kept) {
     const bool accept = all_finite(kept.mean, channels) && all_finite(kept.sigma, channels);
     *kept.accept = accept;
     *kept.share = window_share(set, state, accept ? elements : 0);
     if (accept) *state.seen += elements, *state.elements += elements;
-    *kept.window = *state.elements_before;
-    *kept.total = *state.seen - *state.elements;
+    *kept.window = (float)*state.elements_before;
+    *kept.total = (float)(*state.seen - *state.elements);
     *kept.w = warm_up(set, *state.seen);
     if (!accept) {
         std::copy(state.mean, state.mean + channels, kept.mean_hat);

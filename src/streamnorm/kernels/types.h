@@ -21,7 +21,8 @@ struct Stream {
 
 struct State {
     Stream stats, grads;
-    float *mean, *sigma, *seen, *elements, *elements_before, *loss_scale;
+    float *mean, *sigma;
+    double *seen, *elements, *elements_before;
 };
 
 // A call of a layer. `rows`: x is (samples, channels) with `stride` from row to row; otherwise (samples, channels, space).
