@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .dispatch import apply, native_operator
+from .encoders import watch_encoders
 from .moments import Moments, Statistic
 from .native import Results
 from .normref import CODES, NormRef, resolve
@@ -37,6 +38,7 @@ class Norm(nn.Module):
         dtype: torch.dtype | None,
     ) -> None:
         super().__init__()
+        watch_encoders(Norm)
         check_count("num_features", num_features)
         if not (is_number(p) and p >= 1):
             raise ValueError(f"p={p!r}: the order of the moment must be a finite number of at least 1")
@@ -196,6 +198,10 @@ class Norm(nn.Module):
         # A copy is not paused, and knows no addresses of the original.
         return {key: value for key, value in state.items() if key not in ("_paused", "_known")}
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        watch_encoders(Norm)  # in another process this may be the first norm
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+
 
 def new_affine(num_features: int, device: Device, dtype: torch.dtype | None) -> tuple[nn.Parameter, nn.Parameter]:
     return (
@@ -286,6 +292,11 @@ def channels_second(x: Tensor, num_features: int, channel_dim: int) -> Tensor:
     """The input as `(N, C, *space)`, checked."""
     if not isinstance(x, Tensor):
         raise TypeError(f"input is {type(x).__name__}: pass a torch.Tensor")
+    if x.is_nested:
+        raise TypeError(
+            "input is a nested tensor: pass a padded one and a mask; in an nn.TransformerEncoder whose layers got this "
+            "norm after it was built, set encoder.use_nested_tensor = False"
+        )
     if not x.is_floating_point():
         raise TypeError(f"input has dtype {x.dtype}: normalization needs real floating point, such as x.float()")
     layout = "(N, C, *space)" if channel_dim == 1 else "(N, *space, C)"
