@@ -237,23 +237,6 @@ def outside_inference_mode() -> AbstractContextManager[Any]:
     return torch.inference_mode(False)
 
 
-def is_batchnorm(state_dict: Any, prefix: str) -> bool:
-    return prefix + "running_mean" in state_dict and prefix + "running_var" in state_dict
-
-
-def batchnorm_statistics(state_dict: Any, prefix: str, eps: float) -> tuple[Tensor, Tensor] | None:
-    """Mean and sigma from the state_dict of an `nn.BatchNorm`; None if it never saw data."""
-    mean, variance = state_dict[prefix + "running_mean"], state_dict[prefix + "running_var"]
-    tracked = state_dict.get(prefix + "num_batches_tracked")
-    # The counter alone says little: it stays 0 in an InstanceNorm, and where an old checkpoint had none.
-    if tracked is not None and int(tracked) == 0 and not mean.any() and bool((variance == 1).all()):
-        return None
-    return mean, (variance + eps).sqrt()
-
-
-BATCHNORM_KEYS = ("running_mean", "running_var", "num_batches_tracked")
-
-
 def is_number(value: object) -> bool:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False

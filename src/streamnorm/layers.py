@@ -7,15 +7,12 @@ from torch import Tensor, nn
 
 from . import checkpointing
 from .base import (
-    BATCHNORM_KEYS,
     Device,
     Norm,
-    batchnorm_statistics,
     channels_second,
     check_channel_dim,
     check_count,
     check_dtype,
-    is_batchnorm,
     is_number,
     moved,
     new_affine,
@@ -24,6 +21,7 @@ from .base import (
     statistics_like,
 )
 from .dispatch import apply_ordinary, compute_dtype, evaluate
+from .loading import BATCHNORM_KEYS, batchnorm_faults, batchnorm_statistics, fault, is_batchnorm, sigma_fault
 from .moments import Center, all_finite, channelwise, fixed_center, measure, mini_batch_statistics
 from .normref import NormRef
 from .transforms import transformed
@@ -190,11 +188,19 @@ class _RunningNorm(Norm):
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
         names, sets = (prefix + "mean", prefix + "sigma"), len(self._sets)
-        given = dict(state_dict)
+        given, faults = dict(state_dict), []
         if is_batchnorm(state_dict, prefix):
             given = {k: v for k, v in given.items() if k.removeprefix(prefix) not in BATCHNORM_KEYS}
             initial = self.mean.new_zeros(self.mean.shape), self.sigma.new_ones(self.sigma.shape)
             given |= zip(names, batchnorm_statistics(state_dict, prefix, self.eps) or initial, strict=True)
+            faults = batchnorm_faults(state_dict, prefix)
+        elif all(name in given for name in names):
+            mean, sigma = (given[name] for name in names)
+            found = {names[0]: fault(mean), names[1]: sigma_fault(sigma, self.eps)}
+            faults = [f"{name} {words}" for name, words in found.items() if words]
+        if faults:
+            rest[-1].extend(faults)
+            given |= {names[0]: self.mean.clone(), names[1]: self.sigma.clone()}  # as they are
         given |= {name: given[name].to(self.mean.dtype) for name in names if name in given}
         shapes = {tuple(given[name].shape) for name in names if name in given}
         shape = torch.Size(next(iter(shapes), ()))

@@ -7,17 +7,9 @@ import torch
 from torch import Tensor
 
 from . import distributed, stream
-from .base import (
-    BATCHNORM_KEYS,
-    Device,
-    Norm,
-    batchnorm_statistics,
-    is_batchnorm,
-    moved,
-    outside_inference_mode,
-    statistics_like,
-)
+from .base import Device, Norm, moved, outside_inference_mode, statistics_like
 from .distributed import SameGroup, Share
+from .loading import BATCHNORM_KEYS, batchnorm_faults, batchnorm_statistics, fault, is_batchnorm, sigma_fault
 from .rules import Rules, folded
 from .stream import State, Stream
 from .updates import Listener, loss_scale
@@ -55,9 +47,22 @@ class Stateful(Norm, Listener):
         tensors = stream.to_dict(self._state)
         if value.shape != tensors[name].shape:
             raise ValueError(f"{name} has shape {tuple(tensors[name].shape)}: it cannot be set to {tuple(value.shape)}")
+        wrong = self._fault(name, value)
+        if wrong:
+            raise ValueError(f"{name} {wrong}")
         value = value.detach().to(dtype=tensors[name].dtype, copy=True).contiguous()
         self._state = stream.from_dict(tensors | {name: value})
         self._marked = True
+
+    def _fault(self, name: str, value: Tensor) -> str | None:
+        """What is wrong with a tensor for the state, if anything: no training could have left it."""
+        weights = (*self.alpha, *self.kappa)
+        if name in ("sigma", "stats_long", "stats_short") and min(weights) >= 0:  # else it may turn negative
+            if name == "sigma":
+                return sigma_fault(value, self.eps if any(self.alpha) else 0.0)
+            return fault(value) or fault(value[1], least=0)
+        is_count = name.endswith("_count") or name in ("seen", "elements", "elements_before", "loss_scale")
+        return fault(value, least=0) if is_count else fault(value)
 
     @property
     def state(self) -> State:
@@ -209,7 +214,10 @@ class Stateful(Norm, Listener):
         super()._load_from_state_dict(others, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
         assign = local_metadata.get("assign_to_params_buffers", False)
         if foreign:
-            self._load_batchnorm(batchnorm_statistics(state_dict, prefix, self.eps), prefix, error_msgs, assign)
+            faults = batchnorm_faults(state_dict, prefix)
+            error_msgs.extend(faults)
+            if not faults:
+                self._load_batchnorm(batchnorm_statistics(state_dict, prefix, self.eps), prefix, error_msgs, assign)
         elif len(ours) < len(names):
             missing_keys.extend(prefix + name for name in names if name not in ours)
         else:
@@ -227,7 +235,11 @@ class Stateful(Norm, Listener):
             f"{self.num_features} channels, {self.ref} and present statistics of shape {tuple(self.mean.shape)}"
             for name in wrong
         )
-        if not wrong:
+        faults = [] if wrong else [(name, self._fault(name, loaded[name])) for name in template]
+        if seen_before is not None:
+            faults.append(("seen_before", fault(seen_before, least=0)))
+        error_msgs.extend(f"{prefix}{name} {words}" for name, words in faults if words)
+        if not wrong and not any(words for _, words in faults):
             device = None if assign else self._state.seen.device
             self._state = stream.from_dict(
                 {
