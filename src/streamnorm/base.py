@@ -186,12 +186,15 @@ class Norm(nn.Module):
         legal = shape == (0,) or self.ref.channels == "all" or shape[:1] == (self.num_features,)
         return self.ref.located and legal and (stored.numel() == 0 or shape == (0,))
 
-    def settings(self, **own: object) -> str:
-        """The constructor's arguments, for `extra_repr`."""
+    def arguments(self, **own: object) -> dict[str, object]:
+        """The constructor's arguments, but for the size."""
         code = {ref: code for code, ref in CODES.items()}.get(self.ref, self.ref)
         common = {"ref": code, "p": self.p, "center": self.center}
-        rest = {"eps": self.eps, "affine": self.affine, "channel_dim": self.channel_dim}
-        return ", ".join([str(self.num_features)] + [f"{k}={v!r}" for k, v in (common | own | rest).items()])
+        return common | own | {"eps": self.eps, "affine": self.affine, "channel_dim": self.channel_dim}
+
+    def settings(self, **own: object) -> str:
+        """The same for `extra_repr`."""
+        return ", ".join([str(self.num_features)] + [f"{k}={v!r}" for k, v in self.arguments(**own).items()])
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]

@@ -132,7 +132,16 @@ class Stateful(Norm, Listener):
         if group is None:
             return None
         state = folded(self.rules, self._settled())  # a process without a batch has not folded the last update yet
-        return group, Share(self.rules, state, self.seen_before, self.ref.located and not self._sized)
+        return group, Share(self.rules, state, self.seen_before, self.ref.located and not self._sized, self)
+
+    def described(self) -> dict[str, str]:
+        """What has to be the same in all processes that merge."""
+        names = ("alpha", "beta", "kappa")
+        weights = {name: tuple(float(weight) for weight in getattr(self, name)) for name in names}
+        settings = self.arguments(**weights, warmup=float(self.warmup), guard=self.guard)
+        words = {name: f"{name}={value!r}" for name, value in settings.items()}
+        kind = {"kind": f"{type(self).__name__}({self.num_features})"}
+        return kind | words | {"dtype": f"dtype={self._state.mean.dtype}"}
 
     def _take(self, state: State, seen_before: Tensor) -> None:
         if state.mean.shape != self._state.mean.shape:
