@@ -349,7 +349,7 @@ def made(settings, group="world"):
 
 
 def different(rank):
-    """Layers that are not the same in all processes: at the first merge, at the next, and with those that come later."""
+    """Layers that are not the same in all processes: at the first merge, the next, and with those that come later."""
     found = {}
     for name, settings in DIFFERENT.items():
         norms, optimizer = made(settings[rank])

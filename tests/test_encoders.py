@@ -1,4 +1,4 @@
-"""Norms of ours in torch's encoders, put there by hand: in evaluation they are called, and not taken for layer norms."""
+"""Norms of ours in torch's encoders, put there by hand: in evaluation they are called, not taken for layer norms."""
 
 import copy
 import pickle

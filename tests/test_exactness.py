@@ -204,7 +204,10 @@ def test_extreme_gradients_in_small_windows(scale):
     layer = StreamingNorm(CHANNELS, dtype=torch.float64)
     oracle = StreamingOracle(CHANNELS, REFERENCES["BA1"], 2.0, "running")
     for _ in range(12):
-        x, dy = torch.from_numpy(rng.normal(size=(2, CHANNELS))).requires_grad_(), rng.normal(size=(2, CHANNELS)) * scale
+        x, dy = (
+            torch.from_numpy(rng.normal(size=(2, CHANNELS))).requires_grad_(),
+            rng.normal(size=(2, CHANNELS)) * scale,
+        )
         layer(x).backward(torch.from_numpy(dy))
         dx, _, _ = oracle.backward(oracle.forward(x.detach().numpy()), dy)
         close(x.grad / scale, dx / scale, "input gradient")

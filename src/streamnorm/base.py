@@ -261,7 +261,8 @@ def numbers(name: str, values: Sequence[float], meaning: str) -> tuple[float, ..
 
 def check_count(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name}={value!r}: must be a whole number of at least 1")
+        shape = ", not a shape" if isinstance(value, tuple | list) else ""
+        raise ValueError(f"{name}={value!r}: must be a whole number of at least 1{shape}")
 
 
 def check_dtype(dtype: torch.dtype | None) -> None:
@@ -287,11 +288,14 @@ def channels_second(x: Tensor, num_features: int, channel_dim: int) -> Tensor:
         raise TypeError(f"input has dtype {x.dtype}: normalization needs real floating point, such as x.float()")
     layout = "(N, C, *space)" if channel_dim == 1 else "(N, *space, C)"
     if x.ndim < 2:
-        raise ValueError(f"input of shape {tuple(x.shape)} has {x.ndim} dimension(s): expected {layout}")
+        one = "; for one sample pass x.unsqueeze(0)" if x.shape == (num_features,) else ""
+        raise ValueError(f"input of shape {tuple(x.shape)} has {x.ndim} dimension(s): expected {layout}{one}")
     if x.shape[channel_dim] != num_features:
+        single = channel_dim == 1 and x.shape[0] == num_features
+        one = "; for one sample (C, *space) pass x.unsqueeze(0)" if single else ""
         raise ValueError(
             f"input of shape {tuple(x.shape)} has {x.shape[channel_dim]} channels in dimension {channel_dim}, the "
-            f"layer has num_features={num_features}: expected {layout} (see channel_dim)"
+            f"layer has num_features={num_features}: expected {layout} (see channel_dim){one}"
         )
     return x if channel_dim == 1 else x.movedim(-1, 1)
 

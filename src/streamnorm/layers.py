@@ -21,12 +21,14 @@ from .base import (
     statistics_like,
 )
 from .dispatch import apply_ordinary, compute_dtype, evaluate
-from .loading import BATCHNORM_KEYS, batchnorm_faults, batchnorm_statistics, fault, is_batchnorm, sigma_fault
+from .hints import hinted
+from .loading import BATCHNORM_KEYS, batchnorm_statistics, estimate_faults, is_batchnorm
 from .moments import Center, all_finite, channelwise, fixed_center, measure, mini_batch_statistics
 from .normref import NormRef
 from .transforms import transformed
 
 
+@hinted
 class SampleNorm(Norm):
     """Sample Normalization: each sample is normalized by its own statistics, in training and evaluation alike.
 
@@ -188,16 +190,12 @@ class _RunningNorm(Norm):
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
         names, sets = (prefix + "mean", prefix + "sigma"), len(self._sets)
-        given, faults = dict(state_dict), []
+        given = dict(state_dict)
         if is_batchnorm(state_dict, prefix):
             given = {k: v for k, v in given.items() if k.removeprefix(prefix) not in BATCHNORM_KEYS}
             initial = self.mean.new_zeros(self.mean.shape), self.sigma.new_ones(self.sigma.shape)
             given |= zip(names, batchnorm_statistics(state_dict, prefix, self.eps) or initial, strict=True)
-            faults = batchnorm_faults(state_dict, prefix)
-        elif all(name in given for name in names):
-            mean, sigma = (given[name] for name in names)
-            found = {names[0]: fault(mean), names[1]: sigma_fault(sigma, self.eps)}
-            faults = [f"{name} {words}" for name, words in found.items() if words]
+        faults = estimate_faults(state_dict, prefix, self.eps)
         if faults:
             rest[-1].extend(faults)
             given |= {names[0]: self.mean.clone(), names[1]: self.sigma.clone()}  # as they are
@@ -210,6 +208,7 @@ class _RunningNorm(Norm):
         super()._load_from_state_dict(given, prefix, *rest)
 
 
+@hinted
 class GeneralBatchNorm(_RunningNorm):
     """General Batch Normalization: statistics of the mini-batch in training, running estimates in evaluation.
 
@@ -264,6 +263,7 @@ class GeneralBatchNorm(_RunningNorm):
         return self.settings(momentum=self.momentum)
 
 
+@hinted
 class TimeSpecificNorm(_RunningNorm):
     """General Batch Normalization with one set of running estimates per timestep; gain and bias are shared.
 
@@ -317,6 +317,7 @@ class TimeSpecificNorm(_RunningNorm):
         return self.settings(steps=self.steps, momentum=self.momentum)
 
 
+@hinted
 class Affine(nn.Module):
     """Gain and bias per channel: y = weight * x + bias, the step that the paper keeps apart from normalization.
 

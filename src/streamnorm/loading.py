@@ -1,4 +1,4 @@
-"""What a state_dict may hold: numbers that a norm could have left there, or the running statistics of an nn.BatchNorm."""
+"""What a state_dict may hold: numbers that a norm could have left there, or those of an nn.BatchNorm."""
 
 from collections.abc import Mapping
 from math import inf
@@ -38,6 +38,15 @@ def batchnorm_faults(state_dict: Mapping[str, Any], prefix: str) -> list[str]:
     keys = [name for name in BATCHNORM_KEYS if state_dict.get(prefix + name) is not None]
     found = {prefix + name: fault(state_dict[prefix + name], least[name]) for name in keys}
     return [f"{key} {words}" for key, words in found.items() if words]
+
+
+def estimate_faults(state_dict: Mapping[str, Any], prefix: str, eps: float) -> list[str]:
+    """The same for the running estimates of our own batch norms, and for what they can be loaded from."""
+    if is_batchnorm(state_dict, prefix):
+        return batchnorm_faults(state_dict, prefix)
+    mean, sigma = state_dict.get(prefix + "mean"), state_dict.get(prefix + "sigma")
+    found = {"mean": mean is not None and fault(mean), "sigma": sigma is not None and sigma_fault(sigma, eps)}
+    return [f"{prefix}{name} {words}" for name, words in found.items() if words]
 
 
 def batchnorm_statistics(state_dict: Mapping[str, Any], prefix: str, eps: float) -> tuple[Tensor, Tensor] | None:

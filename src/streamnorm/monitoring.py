@@ -133,7 +133,9 @@ class Health(Mapping[str, LayerHealth]):
             sigma, drift_mean, drift_sigma, dead, exploding = self._details[name].tolist()
             ill = [bool(a or b) for a, b in zip(dead, exploding, strict=True)]
             gradient, notes = (layer.gradient_ratio, layer.gradient_cosine), ", ".join(layer.notes)
-            rows.append(Row(name or "(itself)", sigma, ill, drift_mean, drift_sigma, gradient, notes, layer.points_away))
+            rows.append(
+                Row(name or "(itself)", sigma, ill, drift_mean, drift_sigma, gradient, notes, layer.points_away)
+            )
         return draw(rows, path)
 
 

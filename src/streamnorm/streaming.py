@@ -22,6 +22,7 @@ from .dispatch import (
 )
 from .distributed import check_group
 from .fused import LayerCall, Receiver, stream_layer
+from .hints import hinted
 from .kernels import state_record
 from .normref import NormRef
 from .rules import Call, Rules, folded, stream_gradients, stream_statistics
@@ -44,6 +45,7 @@ class Begun(NamedTuple):
         return self._replace(state=stream.copied(self.state))
 
 
+@hinted
 class StreamingNorm(Stateful):
     """Streaming Normalization: statistics of everything seen so far, for any batch size, one included.
 
