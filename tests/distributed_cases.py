@@ -314,8 +314,72 @@ def groups(rank):
     return found | {"state": snapshot(norm), "local": snapshot(local)}
 
 
+DIFFERENT = {  # what each rank makes: sizes and settings of layers, in order
+    "order of the moment": [[(3, {})], [(3, {"p": 1})]],
+    "weights": [[(3, {}), (3, {"alpha": (0.5, 0.5)})], [(3, {}), (3, {})]],
+    "guard": [[(3, {})], [(3, {"guard": False})]],
+    "reference": [[(3, {"ref": "BA1"})], [(3, {"ref": "SP2"})]],
+    "channels": [[(3, {}), (4, {})], [(3, {}), (3, {})]],
+    "one statistic for all": [[(3, {"ref": "BA2"})], [(4, {"ref": "BA2"})]],
+    "type": [[(3, {})], [(3, {"dtype": torch.float64})]],
+    "number of layers": [[(3, {}), (3, {})], [(3, {})]],
+    "order of layers": [[(3, {}), (4, {})], [(4, {}), (3, {})]],
+    "spelling": [[(3, {"warmup": 256, "alpha": (0.7, 0.3)})], [(3, {"warmup": 256.0, "alpha": [0.7, 0.3]})]],
+}
+
+
+def attempt(norms, optimizer, rank):
+    """A step, and what was said against it."""
+    for norm in norms:
+        x = torch.randn(4, norm.num_features, generator=torch.Generator().manual_seed(rank))
+        norm(x.to(norm.weight.dtype)).sum().backward()
+    before = [snapshot(norm) for norm in norms]
+    try:
+        optimizer.step()
+    except RuntimeError as refused:
+        kept = [{k: v for k, v in each.items() if k not in ("weight", "bias")} for each in before]
+        same = all(torch.equal(snapshot(n)[k], v) for n, each in zip(norms, kept, strict=True) for k, v in each.items())
+        return f"{refused} {'' if same else 'STATE CHANGED'}"
+    return ""
+
+
+def made(settings, group="world"):
+    norms = [StreamingNorm(size, **{"process_group": group} | given) for size, given in settings]
+    return norms, torch.optim.SGD([p for norm in norms for p in norm.parameters()], lr=0.1)
+
+
+def different(rank):
+    """Layers that are not the same in all processes: at the first merge, the next, and with those that come later."""
+    found = {}
+    for name, settings in DIFFERENT.items():
+        norms, optimizer = made(settings[rank])
+        found[name] = [attempt(norms, optimizer, rank), attempt(norms, optimizer, rank)]
+    norms, optimizer = made([(3, {})])
+    found["later"] = [attempt(norms, optimizer, rank)]
+    later = StreamingNorm(3, process_group="world", eps=1e-5 * (1 + rank))
+    optimizer.add_param_group({"params": later.parameters()})
+    found["later"] += [attempt([*norms, later], optimizer, rank)]
+    found["another group"] = []
+    norms[0].alpha = (0.5, 0.5) if rank else norms[0].alpha  # all have agreed on this layer, in the first group
+    optimizer = torch.optim.SGD(norms[0].parameters(), lr=0.1)
+    found["another group"] += [attempt(norms, optimizer, rank)]
+    norms[0].process_group = dist.new_group([0, 1])
+    found["another group"] += [attempt(norms, optimizer, rank)]
+    return found
+
+
+def again(rank):
+    """The processes meet anew, in another world, with layers of the one before and with new ones."""
+    norms, optimizer = made([(3, {})])
+    first = attempt(norms, optimizer, rank)
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}/again", rank=rank, world_size=2)
+    others, for_others = made([(3, {"p": 1 + rank})])
+    return [first, attempt(norms, optimizer, rank), attempt(others, for_others, rank)]
+
+
 CASES = [laws, ddp, sharded, no_batch, one_message, join, join_alone, fsdp, resumed]
-CASES += [loaded_by_one, loaded_late, sizes, skipped, groups]
+CASES += [loaded_by_one, loaded_late, sizes, skipped, groups, different, again]
 
 if __name__ == "__main__":
     torch.set_num_threads(1)

@@ -4,6 +4,7 @@ Nothing here imports the package: a reference is a tuple (samples, channels, spa
 """
 
 from itertools import product
+from math import hypot
 
 import numpy as np
 
@@ -248,7 +249,7 @@ class StreamingOracle:
                 blend = self.grads[part].blend(*self.weights(b1, b2, call.window))
                 gs.append(g)
                 g_hats.append({key: blend[key] + b3 * g[key] for key in g})
-            length, streamed = (sum(v**2 for one in both for v in one.values()) ** 0.5 for both in (gs, g_hats))
+            length, streamed = (hypot(*(v for one in both for v in one.values())) for both in (gs, g_hats))
             small = self.guard and call.window is not None and call.window < 32
             factor = call.w * (length / streamed if small and streamed > length else 1.0)
             flows = []

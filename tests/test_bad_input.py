@@ -13,6 +13,7 @@ from streamnorm import (
     SampleNorm,
     StreamingNorm,
     checkpointing,
+    convert,
 )
 from streamnorm import TimeSpecificNorm as TSN
 
@@ -62,10 +63,64 @@ CONSTRUCTION = [
 ]
 
 
+CONSTRUCTION += [
+    (lambda: SampleNorm((8, 4, 4)), r"num_features=\(8, 4, 4\): must be a whole number of at least 1, not a shape"),
+    (lambda: StreamingNorm(torch.Size([8])), "num_features=.*not a shape"),
+]
+
+
 @pytest.mark.parametrize(("build", "message"), CONSTRUCTION, ids=[m for _, m in CONSTRUCTION])
 def test_bad_construction(build, message):
     with pytest.raises(ValueError, match=message):
         build()
+
+
+FOREIGN = [  # what the constructors of torch's norms take
+    (lambda: StreamingNorm(3, momentum=0.1), r"StreamingNorm\(\) takes no momentum=: .*GeneralBatchNorm.*alpha="),
+    (lambda: SampleNorm(3, momentum=0.1), r"SampleNorm\(\) takes no momentum=: .*GeneralBatchNorm"),
+    (
+        lambda: GeneralBatchNorm(3, track_running_stats=False),
+        "GeneralBatchNorm.. takes no track_running_stats=: .*Sample",
+    ),
+    (lambda: SampleNorm(3, elementwise_affine=False), "takes no elementwise_affine=: .*affine="),
+    (lambda: StreamingNorm(3, bias=False), "takes no bias=: .*affine=False"),
+    (lambda: StreamingNorm(normalized_shape=3), "takes no normalized_shape=: .*num_features.*channel_dim=-1"),
+    (
+        lambda: SampleNorm(num_groups=2, num_channels=4),
+        "takes no num_groups=: .*'SP1'.*'SP2'.*no num_channels=: .*num_f",
+    ),
+    (lambda: GeneralBatchNorm(num_channels=4), "takes no num_channels=: .*num_features"),
+    (lambda: GeneralBatchNorm(3, process_group=None), "takes no process_group=: .*StreamingNorm"),
+    (lambda: TSN(3, 4, momentun=0.1), r"TimeSpecificNorm\(\) takes no momentun=: did you mean momentum="),
+    (lambda: StreamingNorm(3, gamma=1), "takes no gamma=: it takes num_features, ref, p, center, alpha, .*dtype"),
+    (lambda: Affine(3, eps=1e-5), r"Affine\(\) takes no eps=: it takes num_features, channel_dim"),
+    (lambda: StreamingNorm(64, 1e-5), r"StreamingNorm\(\) takes num_features by position, .*1e-05.*by name: eps="),
+    (lambda: GeneralBatchNorm(64, 1e-5, 0.1), "GeneralBatchNorm.. takes num_features by position, .*64, 1e-05, 0.1"),
+    (lambda: SampleNorm(8, 64), "SampleNorm.. takes num_features by position"),
+    (lambda: TSN(8, 4, 1e-5), "TimeSpecificNorm.. takes num_features, steps by position"),
+    (lambda: Affine(8, -1), "Affine.. takes num_features by position, .*by name: channel_dim="),
+    (lambda: StreamingNorm(), "missing 1 required positional argument: 'num_features'"),
+    (lambda: convert(torch.nn.BatchNorm1d(3), momentum=0.1, report=None), "takes no momentum="),
+]
+
+
+@pytest.mark.parametrize(("build", "message"), FOREIGN, ids=[m for _, m in FOREIGN])
+def test_names_of_torchs_norms_get_a_hint(build, message):
+    with pytest.raises(TypeError, match=message) as refused:
+        build()
+    assert refused.value.__cause__ is None
+
+
+def test_a_mistake_of_another_kind_is_as_it_was():
+    class Own(StreamingNorm):
+        def __init__(self, size):
+            super().__init__(size)
+            raise TypeError("of its own")
+
+    with pytest.raises(TypeError, match=r"^of its own$"):
+        Own(3)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'momentum'"):
+        Own(3, momentum=0.1)  # the signature is not ours
 
 
 good = torch.ones(4, 3, 5) * torch.arange(4)[:, None, None]
@@ -73,6 +128,12 @@ CALLS = [
     ({}, torch.tensor(1.0), None, ValueError, r"shape \(\) has 0 dimension"),
     ({}, torch.ones(3), None, ValueError, r"shape \(3,\) has 1 dimension.*expected \(N, C, \*space\)"),
     ({"channel_dim": -1}, torch.ones(3), None, ValueError, r"expected \(N, \*space, C\)"),
+    ({}, torch.ones(3), None, ValueError, r"for one sample pass x.unsqueeze\(0\)$"),
+    ({"channel_dim": -1}, torch.ones(3), None, ValueError, r"for one sample pass x.unsqueeze\(0\)$"),
+    ({}, torch.ones(4), None, ValueError, r"expected \(N, C, \*space\)$"),
+    ({}, torch.ones(3, 5), None, ValueError, r"for one sample \(C, \*space\) pass x.unsqueeze\(0\)$"),
+    ({}, torch.ones(3, 5, 6), None, ValueError, r"for one sample \(C, \*space\) pass x.unsqueeze\(0\)$"),
+    ({}, torch.ones(4, 5, 3), None, ValueError, r"\(see channel_dim\)$"),
     ({}, torch.ones(4, 5), None, ValueError, "has 5 channels in dimension 1.*num_features=3"),
     ({"channel_dim": -1}, torch.ones(4, 3, 5), None, ValueError, "has 5 channels in dimension -1"),
     ({}, torch.ones(4, 3, dtype=torch.int64), None, TypeError, r"dtype torch.int64.*x.float\(\)"),
@@ -122,6 +183,11 @@ BATCH_CALLS = [
     (lambda: TSN(3, 2), torch.ones(1, 3), "one element per statistic"),
     (lambda: SampleNorm(3), torch.ones(0, 3), "is empty"),
     (lambda: SampleNorm(3, ref="SP2"), torch.ones(2, 3), "one element per statistic"),
+    (lambda: SampleNorm(3, channel_dim=-1), torch.ones(3), r"pass x.unsqueeze\(0\)$"),
+    (lambda: GeneralBatchNorm(3), torch.ones(3, 5, 5), r"pass x.unsqueeze\(0\)$"),
+    (lambda: TSN(3, 2), torch.ones(3), r"pass x.unsqueeze\(0\)$"),
+    (lambda: Affine(3), torch.ones(3), r"pass x.unsqueeze\(0\)$"),
+    (lambda: Affine(3), torch.ones(3, 5, 5), r"pass x.unsqueeze\(0\)$"),
 ]
 
 

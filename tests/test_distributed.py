@@ -102,7 +102,7 @@ def test_one_message_per_update_for_the_whole_model(ranks):
     for found in ranks("one_message"):
         forward, first, again, later = found["sent"]
         assert forward == again == []
-        assert len(first) == 2  # once more for the sizes of statistics with a location
+        assert len(first) == 3  # once to see that all have the same layers, once for the sizes of statistics
         assert later == [found["numbers"]]
 
 
@@ -175,6 +175,47 @@ def test_groups(ranks):
         assert found["pickled"] is None
         assert found["state"]["stats_count"] == 2
         assert found["local"]["stats_count"] == 1
+
+
+DIFFERENCES = {
+    "order of the moment": r"layer 1 of 1, .*: p=2.0 \(rank 0\), p=1.0 \(rank 1\)",
+    "weights": r"layer 2 of 2, .*StreamingNorm\(3\): alpha=\(0.5, 0.5\) \(rank 0\), alpha=\(0.7, 0.3\) \(rank 1\)",
+    "guard": r"guard=True \(rank 0\), guard=False \(rank 1\)",
+    "reference": r"ref='BA1' \(rank 0\), ref='SP2' \(rank 1\)",
+    "channels": r"layer 2 of 2, .*: StreamingNorm\(4\) \(rank 0\), StreamingNorm\(3\) \(rank 1\)",
+    "one statistic for all": r"StreamingNorm\(3\) \(rank 0\), StreamingNorm\(4\) \(rank 1\)",
+    "type": r"dtype=torch.float32 \(rank 0\), dtype=torch.float64 \(rank 1\)",
+    "number of layers": r"2 layers \(rank 0\), 1 layer \(rank 1\)",
+    "order of layers": r"layer 1 of 2, .*: StreamingNorm\(3\) \(rank 0\), StreamingNorm\(4\) \(rank 1\)",
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENCES)
+def test_layers_that_differ_are_named_on_every_rank(ranks, name):
+    for found in ranks("different"):
+        for said in found[name]:  # at every attempt
+            assert re.search(DIFFERENCES[name], said), said
+            assert "same settings" in said
+            assert "STATE CHANGED" not in said
+
+
+def test_what_is_the_same_is_not_refused(ranks):
+    for found in ranks("different"):
+        assert found["spelling"] == ["", ""]
+
+
+def test_layers_and_groups_that_come_later_are_compared_too(ranks):
+    for found in ranks("different"):
+        first, later = found["later"]
+        assert first == ""
+        assert "layer 2 of 2" in later
+        assert "eps=1e-05 (rank 0), eps=2e-05 (rank 1)" in later
+        once, in_new_group = found["another group"]
+        assert once == ""  # a layer is compared once
+        assert "alpha" in in_new_group
+    for first, known, new in ranks("again"):
+        assert (first, known) == ("", "")
+        assert "p=1.0 (rank 0), p=2.0 (rank 1)" in new
 
 
 def test_without_torch_distributed_a_layer_keeps_to_itself():

@@ -195,3 +195,20 @@ def test_masked_against_the_loops(code, p):
     ):
         parameters_for(layer, oracle, rng)
         window(layer, oracle, rng, shapes, unrolled=False, masks=masks)
+
+
+@pytest.mark.parametrize("scale", [2.0**-900, 1e-25, 1e25, 2.0**900])
+def test_extreme_gradients_in_small_windows(scale):
+    """Squares of them are beyond what the type can hold: the guard measures their lengths all the same."""
+    rng = np.random.default_rng(0)
+    layer = StreamingNorm(CHANNELS, dtype=torch.float64)
+    oracle = StreamingOracle(CHANNELS, REFERENCES["BA1"], 2.0, "running")
+    for _ in range(12):
+        x, dy = (
+            torch.from_numpy(rng.normal(size=(2, CHANNELS))).requires_grad_(),
+            rng.normal(size=(2, CHANNELS)) * scale,
+        )
+        layer(x).backward(torch.from_numpy(dy))
+        dx, _, _ = oracle.backward(oracle.forward(x.detach().numpy()), dy)
+        close(x.grad / scale, dx / scale, "input gradient")
+        layer.weights_updated(), oracle.weights_updated()

@@ -139,6 +139,44 @@ def test_a_spike_is_not_passed_on_for_long(path):
     assert lengths[True] < 100
 
 
+SCALES = [(torch.float32, e) for e in (-110, -80, -60, 60, 80, 110)] + [(torch.float64, e) for e in (-900, 900)]
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(("dtype", "exponent"), SCALES)
+@pytest.mark.parametrize("beta", [(0.7, 0.3, 0.0), (0.7, 0.0, 0.3)])
+def test_the_scale_of_the_loss_scales_gradients_and_nothing_else(path, dtype, exponent, beta):
+    """By powers of two, so that no rounding differs, as far as the type reaches: lengths do not overflow or vanish."""
+    grads = []
+    for scale in (1.0, 2.0**exponent):
+        layer, generator = StreamingNorm(3, beta=beta, dtype=dtype), torch.Generator().manual_seed(0)
+        with PATHS[path]():
+            for _ in range(12):
+                x, dy = (torch.randn(2, 3, generator=generator, dtype=dtype) for _ in range(2))
+                layer(x.requires_grad_()).backward(dy * scale)
+                layer.weights_updated()
+                grads.append(x.grad / scale)
+    assert float(layer.grads.short.abs().max()) > 0
+    for a, b in zip(grads[:12], grads[12:], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6 if dtype == torch.float32 else 1e-14, atol=0)
+
+
+@pytest.mark.parametrize("scale", [2.0**-110, 2.0**-70, 1.0, 2.0**70, 2.0**110])
+def test_kernels_and_plain_bound_extreme_gradients_alike(scale):
+    grads = []
+    for path in PATHS.values():
+        layer, generator = StreamingNorm(3, warmup=0), torch.Generator().manual_seed(0)
+        with path():
+            for update in range(12):
+                x, dy = (torch.randn(1, 3, generator=generator) for _ in range(2))
+                layer(x.requires_grad_()).backward(dy * (scale if update % 2 else 1.0))
+                layer.weights_updated()
+                grads.append(x.grad)
+    for a, b in zip(grads[:12], grads[12:], strict=True):
+        # What is passed on is a difference of terms of the size of the gradients that came in.
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6 * float(b.abs().max()))
+
+
 @pytest.mark.parametrize("path", PATHS)
 def test_gradients_that_are_not_finite_do_not_stay(path):
     layer = StreamingNorm(3, warmup=0)

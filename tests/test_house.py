@@ -12,7 +12,7 @@ import streamnorm
 SOURCE = Path(streamnorm.__file__).parent
 # From the ground up: a file imports only from lines above its own.
 FLOORS = [
-    {"_version", "normref", "drawing", "transforms"},
+    {"_version", "normref", "drawing", "transforms", "encoders", "loading", "hints"},
     {"moments", "stream"},
     {"kernels", "rules"},
     {"fused", "distributed", "checkpointing"},

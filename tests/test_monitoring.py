@@ -232,6 +232,47 @@ def test_what_a_layer_went_through():
     assert monitor(other)["1"].notes == []
 
 
+@pytest.mark.parametrize("exponent", [-110, -70, 70, 110])
+@pytest.mark.parametrize("size", [2, 40])
+def test_the_scale_of_the_loss_does_not_show(exponent, size):
+    """In small windows, which bound the streamed gradient, and in full ones."""
+    found = []
+    for scale in (1.0, 2.0**exponent):
+        norm, generator = StreamingNorm(3), torch.Generator().manual_seed(0)
+        for _ in range(6):
+            x, dy = (torch.randn(size, 3, generator=generator) for _ in range(2))
+            norm(x).backward(dy * scale)
+            norm.weights_updated()
+        found.append(monitor(norm)[""])
+    assert all(math.isfinite(each.gradient_ratio) and each.gradient_ratio > 0 for each in found)
+    assert found[1].gradient_ratio == pytest.approx(found[0].gradient_ratio, rel=1e-5)
+    assert found[1].gradient_cosine == pytest.approx(found[0].gradient_cosine, rel=1e-5)
+
+
+def turned(sign):
+    """A layer whose gradient was one thing in the past and is `sign` times that now."""
+    norm, x, dy = StreamingNorm(4, warmup=0), *torch.randn(2, 64, 4, generator=torch.Generator().manual_seed(0))
+    for direction in (1, 1, 1, sign):
+        norm(x).backward(direction * dy)
+        norm.weights_updated()
+    return nn.Sequential(norm)
+
+
+def test_a_streamed_gradient_that_points_away_is_said(tmp_path):
+    assert monitor(turned(1))["0"].notes == []
+    health = monitor(turned(-1))
+    assert health["0"].gradient_cosine < -0.9
+    (note,) = health["0"].notes
+    assert note == f"streamed gradient points away from the true one (cosine {health['0'].gradient_cosine:.2f})"
+    assert note in str(health)
+    pytest.importorskip("matplotlib")
+    (label,) = health.plot().axes[0].get_yticklabels()
+    assert note in label.get_text()
+    assert label.get_color() != monitor(turned(1)).plot().axes[0].get_yticklabels()[0].get_color()
+    marks = [line for line in health.plot().axes[2].get_lines() if line.get_marker() == "x"]
+    assert [line.get_color() for line in marks] == [label.get_color()]
+
+
 @pytest.mark.filterwarnings("ignore:.*distutils", "ignore:.*utcfromtimestamp")
 def test_tensorboard_reads_what_was_logged(tmp_path):
     pytest.importorskip("tensorboard")

@@ -464,6 +464,100 @@ def test_a_newer_state_is_refused_whole():
     assert (layer.weight == 1).all()
 
 
+NAN, INF = float("nan"), float("inf")
+DAMAGED = [
+    ("stats_count", -1, "holds -1: must be finite and at least 0"),
+    ("grads_count", NAN, "holds nan"),
+    ("seen", NAN, "holds nan: must be finite and at least 0"),
+    ("seen", -3.0, "holds -3.0"),
+    ("seen", INF, "holds inf"),
+    ("elements", -1.0, "holds -1.0"),
+    ("elements_before", INF, "holds inf"),
+    ("loss_scale", -2.0, "holds -2.0"),
+    ("sigma", 0.0, "holds 0.0: must be finite and above 0"),
+    ("sigma", NAN, "holds nan"),
+    ("mean", -INF, "holds -inf: must be finite"),
+    ("stats_long", NAN, "holds nan"),
+    ("stats_short", -1.0, "holds -1.0: must be finite and at least 0"),
+    ("grads_long", INF, "holds inf"),
+    ("grads_short", NAN, "holds nan"),
+    ("stats_pending", NAN, "holds nan"),
+]
+
+
+def damaged(tensor, value):
+    """One number of a tensor is another; counters and marks become floats where they must, as in some formats."""
+    bad = tensor.clone() if not isinstance(value, float) or tensor.is_floating_point() else tensor.double()
+    bad.view(-1)[-1] = value
+    return bad
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(("name", "value", "words"), DAMAGED)
+def test_a_state_that_no_training_leaves_is_refused(name, value, words, dtype, assign):
+    """Naming the key; the statistics stay as they were."""
+    model, other = (nn.Sequential(StreamingNorm(3, affine=False, dtype=dtype)) for _ in range(2))
+    for each, offset in ((model, 0), (other, 5)):
+        for _ in range(3):
+            each(torch.randn(4, 3, dtype=dtype, requires_grad=True) + offset).sum().backward()
+            each[0].weights_updated()
+    state, before = other.state_dict(), copy.deepcopy(model.state_dict())
+    state[f"0.{name}"] = damaged(state[f"0.{name}"], value)
+    with pytest.raises(RuntimeError, match=rf"0\.{name} {words}"):
+        model.load_state_dict(state, assign=assign)
+    with pytest.raises(ValueError, match=rf"^{name} {words}"):
+        setattr(model[0], name, state[f"0.{name}"])
+    assert all(torch.equal(tensor, before[key]) for key, tensor in model.state_dict().items())
+    model.load_state_dict(other.state_dict(), assign=assign)
+
+
+BATCHNORM_DAMAGE = [("running_mean", NAN), ("running_var", -1e-7), ("running_var", INF), ("num_batches_tracked", -1)]
+
+
+@pytest.mark.parametrize("kind", [StreamingNorm, GeneralBatchNorm])
+@pytest.mark.parametrize(("name", "value"), BATCHNORM_DAMAGE)
+def test_a_batch_norm_that_no_training_leaves_is_refused(kind, name, value):
+    theirs, ours = nn.BatchNorm1d(3), kind(3)
+    theirs(torch.randn(4, 3)), ours(torch.randn(4, 3))
+    state, before = theirs.state_dict(), copy.deepcopy(ours.state_dict())
+    state[name] = damaged(state[name], value)
+    with pytest.raises(RuntimeError, match=f"{name} holds"):
+        ours.load_state_dict(state)
+    assert all(torch.equal(tensor, before[key]) for key, tensor in ours.state_dict().items())
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("make", [lambda: GeneralBatchNorm(3), lambda: TimeSpecificNorm(3, 2)])
+@pytest.mark.parametrize(("name", "value"), [("mean", NAN), ("sigma", INF), ("sigma", 0.0), ("sigma", -1.0)])
+def test_estimates_that_no_training_leaves_are_refused(make, name, value, assign):
+    layer, other = make(), make()
+    layer(torch.randn(4, 3)), other(torch.randn(4, 3) + 5)
+    state, before = other.state_dict(), copy.deepcopy(layer.state_dict())
+    state[name] = damaged(state[name], value)
+    with pytest.raises(RuntimeError, match=rf"{name} holds {value}: must be finite"):
+        layer.load_state_dict(state, assign=assign)
+    assert all(torch.equal(tensor, before[key]) for key, tensor in layer.state_dict().items())
+    layer.load_state_dict(other.state_dict(), assign=assign)
+
+
+@pytest.mark.parametrize("kind", [StreamingNorm, GeneralBatchNorm])
+def test_what_a_layer_can_reach_loads(kind):
+    """Without eps a constant channel has a sigma of 0; meta tensors have no values to look at."""
+    layer = kind(3, eps=0.0, center="mean")
+    for _ in range(2):
+        layer(torch.ones(4, 3))
+    kind(3, eps=0.0).load_state_dict(layer.state_dict())
+    extreme = StreamingNorm(3, alpha=(1.5, -0.5), warmup=0)
+    for scale in (1.0, 100.0):
+        extreme(scale * torch.randn(4, 3))
+        extreme.weights_updated()
+    assert float(extreme.sigma.min()) < 0
+    StreamingNorm(3, alpha=(1.5, -0.5)).load_state_dict(extreme.state_dict())
+    meta = kind(3, device="meta")
+    meta.load_state_dict(meta.state_dict(), assign=True)
+
+
 def test_general_batch_norm_from_a_batch_norm_that_saw_nothing():
     layer = GeneralBatchNorm(3)
     layer(torch.randn(4, 3) + 5)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .dispatch import apply, native_operator
+from .encoders import watch_encoders
 from .moments import Moments, Statistic
 from .native import Results
 from .normref import CODES, NormRef, resolve
@@ -37,6 +38,7 @@ class Norm(nn.Module):
         dtype: torch.dtype | None,
     ) -> None:
         super().__init__()
+        watch_encoders(Norm)
         check_count("num_features", num_features)
         if not (is_number(p) and p >= 1):
             raise ValueError(f"p={p!r}: the order of the moment must be a finite number of at least 1")
@@ -185,17 +187,24 @@ class Norm(nn.Module):
         legal = shape == (0,) or self.ref.channels == "all" or shape[:1] == (self.num_features,)
         return self.ref.located and legal and (stored.numel() == 0 or shape == (0,))
 
-    def settings(self, **own: object) -> str:
-        """The constructor's arguments, for `extra_repr`."""
+    def arguments(self, **own: object) -> dict[str, object]:
+        """The constructor's arguments, but for the size."""
         code = {ref: code for code, ref in CODES.items()}.get(self.ref, self.ref)
         common = {"ref": code, "p": self.p, "center": self.center}
-        rest = {"eps": self.eps, "affine": self.affine, "channel_dim": self.channel_dim}
-        return ", ".join([str(self.num_features)] + [f"{k}={v!r}" for k, v in (common | own | rest).items()])
+        return common | own | {"eps": self.eps, "affine": self.affine, "channel_dim": self.channel_dim}
+
+    def settings(self, **own: object) -> str:
+        """The same for `extra_repr`."""
+        return ", ".join([str(self.num_features)] + [f"{k}={v!r}" for k, v in self.arguments(**own).items()])
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
         # A copy is not paused, and makes its own plans.
         return {key: value for key, value in state.items() if key not in ("_paused", "_plan", "_known")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        watch_encoders(Norm)  # in another process this may be the first norm
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
 
 
 def new_affine(num_features: int, device: Device, dtype: torch.dtype | None) -> tuple[nn.Parameter, nn.Parameter]:
@@ -232,23 +241,6 @@ def outside_inference_mode() -> AbstractContextManager[Any]:
     return torch.inference_mode(False)
 
 
-def is_batchnorm(state_dict: Any, prefix: str) -> bool:
-    return prefix + "running_mean" in state_dict and prefix + "running_var" in state_dict
-
-
-def batchnorm_statistics(state_dict: Any, prefix: str, eps: float) -> tuple[Tensor, Tensor] | None:
-    """Mean and sigma from the state_dict of an `nn.BatchNorm`; None if it never saw data."""
-    mean, variance = state_dict[prefix + "running_mean"], state_dict[prefix + "running_var"]
-    tracked = state_dict.get(prefix + "num_batches_tracked")
-    # The counter alone says little: it stays 0 in an InstanceNorm, and where an old checkpoint had none.
-    if tracked is not None and int(tracked) == 0 and not mean.any() and bool((variance == 1).all()):
-        return None
-    return mean, (variance + eps).sqrt()
-
-
-BATCHNORM_KEYS = ("running_mean", "running_var", "num_batches_tracked")
-
-
 def is_number(value: object) -> bool:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
@@ -270,7 +262,8 @@ def numbers(name: str, values: Sequence[float], meaning: str) -> tuple[float, ..
 
 def check_count(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name}={value!r}: must be a whole number of at least 1")
+        shape = ", not a shape" if isinstance(value, tuple | list) else ""
+        raise ValueError(f"{name}={value!r}: must be a whole number of at least 1{shape}")
 
 
 def check_dtype(dtype: torch.dtype | None) -> None:
@@ -287,17 +280,25 @@ def channels_second(x: Tensor, num_features: int, channel_dim: int) -> Tensor:
     """The input as `(N, C, *space)`, checked."""
     if not isinstance(x, Tensor):
         raise TypeError(f"input is {type(x).__name__}: pass a torch.Tensor")
+    if x.is_nested:
+        raise TypeError(
+            "input is a nested tensor: pass a padded one and a mask; in an nn.TransformerEncoder whose layers got this "
+            "norm after it was built, set encoder.use_nested_tensor = False"
+        )
     if x.layout != torch.strided:
         raise TypeError(f"input has layout {x.layout}: normalization needs a dense tensor, such as x.to_dense()")
     if not x.is_floating_point():
         raise TypeError(f"input has dtype {x.dtype}: normalization needs real floating point, such as x.float()")
     layout = "(N, C, *space)" if channel_dim == 1 else "(N, *space, C)"
     if x.ndim < 2:
-        raise ValueError(f"input of shape {tuple(x.shape)} has {x.ndim} dimension(s): expected {layout}")
+        one = "; for one sample pass x.unsqueeze(0)" if x.shape == (num_features,) else ""
+        raise ValueError(f"input of shape {tuple(x.shape)} has {x.ndim} dimension(s): expected {layout}{one}")
     if x.shape[channel_dim] != num_features:
+        single = channel_dim == 1 and x.shape[0] == num_features
+        one = "; for one sample (C, *space) pass x.unsqueeze(0)" if single else ""
         raise ValueError(
             f"input of shape {tuple(x.shape)} has {x.shape[channel_dim]} channels in dimension {channel_dim}, the "
-            f"layer has num_features={num_features}: expected {layout} (see channel_dim)"
+            f"layer has num_features={num_features}: expected {layout} (see channel_dim){one}"
         )
     return x if channel_dim == 1 else x.movedim(-1, 1)
 

@@ -6,7 +6,9 @@ so that all processes hold what one would hold that had made all the calls; the 
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from hashlib import sha256
+from typing import Any, NamedTuple, Protocol
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -20,6 +22,13 @@ WORLD = "world"
 _DIMENSIONS = 32  # at most, of a statistic
 
 
+class Described(Protocol):
+    def described(self) -> dict[str, str]: ...
+
+
+_agreed: WeakKeyDictionary[Any, WeakSet[Described]] = WeakKeyDictionary()  # by group: layers that all have alike
+
+
 class Share(NamedTuple):
     """What a layer brings to a merge."""
 
@@ -27,6 +36,7 @@ class Share(NamedTuple):
     state: State  # earlier updates folded in, so that the window holds what came since
     seen_before: Tensor  # `seen` at the last merge
     asks: bool  # whether others know a spatial size that it may not know
+    layer: Described
 
 
 class SameGroup:
@@ -69,6 +79,7 @@ def merged(group: Any, shares: Sequence[Share], skipped: Tensor | None) -> list[
 
     As they were if `skipped`, a number, is not 0.
     """
+    _agree(group, shares)
     bound = _bind_alike(group, shares)
     parts = [_numbers(share, dist.get_rank(group) == 0) for share in bound]
     dtype = max((share.state.mean.dtype for share in bound), key=lambda each: torch.finfo(each).bits)
@@ -132,6 +143,53 @@ def _unless(skipped: Tensor, share: Share, result: State) -> tuple[State, Tensor
     before, after = stream.to_dict(share.state), stream.to_dict(result)
     state = stream.from_dict({name: torch.where(taken, after[name], before[name]) for name in before})
     return state, torch.where(taken, result.seen, share.seen_before)
+
+
+def _agree(group: Any, shares: Sequence[Share]) -> None:
+    """Refuse, in all processes alike, to merge layers that are not the same in all of them.
+
+    One more message of two numbers, and only when a layer meets a group for the first time. The next one would have
+    another length in each process, which backends answer by an abort or by waiting.
+    """
+    known = _agreed.setdefault(group, WeakSet())
+    if all(share.layer in known for share in shares):
+        return
+    own = [share.layer.described() for share in shares]
+    digest = int.from_bytes(sha256(repr(own).encode()).digest()[:7], "big")
+    # The largest and, negated, the smallest, so that all notice if they differ.
+    digests = torch.tensor([digest, -digest], device=shares[0].state.seen.device)
+    dist.all_reduce(digests, op=dist.ReduceOp.MAX, group=group)
+    largest, smallest = digests.tolist()
+    if largest != -smallest:
+        everybodys: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(everybodys, own, group=group)
+        raise RuntimeError(
+            f"the processes would merge different layers: {_difference(group, everybodys)}. Make the same layers with "
+            "the same settings in all of them, in the same order, and step the same optimizers"
+        )
+    known.update(share.layer for share in shares)
+
+
+def _difference(group: Any, everybodys: list[list[dict[str, str]]]) -> str:
+    """The first thing that differs, in words."""
+
+    def told(values: Iterable[str]) -> str:
+        ranks: dict[str, list[str]] = {}
+        for rank, value in enumerate(values):
+            ranks.setdefault(value, []).append(str(dist.get_global_rank(group, rank)))
+        return ", ".join(f"{value} (rank{'s' * (len(r) > 1)} {', '.join(r)})" for value, r in ranks.items())
+
+    sizes = [len(layers) for layers in everybodys]
+    if len(set(sizes)) > 1:
+        return told(f"{size} layer{'s' * (size > 1)}" for size in sizes)
+    found = (at for at, layers in enumerate(zip(*everybodys, strict=True)) if any(each != layers[0] for each in layers))
+    at = next(found)
+    layers = [each[at] for each in everybodys]
+    which = f"layer {at + 1} of {sizes[0]}, in the order of making"
+    if len({layer["kind"] for layer in layers}) > 1:
+        return f"{which}: {told(layer['kind'] for layer in layers)}"
+    parts = [name for name in layers[0] if len({layer[name] for layer in layers}) > 1]
+    return f"{which}, {layers[0]['kind']}: " + "; ".join(told(layer[name] for layer in layers) for name in parts)
 
 
 def _bind_alike(group: Any, shares: Sequence[Share]) -> list[Share]:

@@ -22,6 +22,7 @@ class Row(NamedTuple):
     drift_sigma: list[float]
     gradient: tuple[float, float]  # ratio, cosine
     notes: str
+    points_away: bool  # the streamed gradient, from the true one
 
 
 def draw(rows: list[Row], path: str | PathLike[str] | None) -> "Figure":
@@ -43,7 +44,8 @@ def draw(rows: list[Row], path: str | PathLike[str] | None) -> "Figure":
         spread.plot(at_least(ill), [place] * len(ill), "d", color=RED, label=named.format("dead or exploding"))
         ticks(drift, row.drift_mean, place + 0.17, BLUE, named.format("mean, in sigmas"))
         ticks(drift, row.drift_sigma, place - 0.17, ORANGE, named.format("sigma, relative"))
-        for value, marker, colour, words in zip(row.gradient, "ox", (DARK, ORANGE), ("length", "cosine"), strict=True):
+        colours = DARK, RED if row.points_away else ORANGE
+        for value, marker, colour, words in zip(row.gradient, "ox", colours, ("length", "cosine"), strict=True):
             gradient.plot(value, place, marker, color=colour, label=named.format(words))
     frame(spread, "sigma of each channel", "log")
     frame(drift, "drift: this window against the past", "log")
@@ -53,7 +55,7 @@ def draw(rows: list[Row], path: str | PathLike[str] | None) -> "Figure":
     gradient.set_xlim(left=min(0.0, gradient.get_xlim()[0]))
     spread.set_yticks(list(places), [f"{row.name}\n{row.notes}".strip() for row in rows], fontsize=8)
     for words, row in zip(spread.get_yticklabels(), rows, strict=True):
-        words.set_color(RED if any(row.ill) else "black")
+        words.set_color(RED if any(row.ill) or row.points_away else "black")
     spread.set_ylim(0.4, len(rows) + 0.6)
     if path is not None:
         figure.savefig(path, dpi=150)

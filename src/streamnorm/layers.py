@@ -7,15 +7,12 @@ from torch import Tensor, nn
 
 from . import checkpointing
 from .base import (
-    BATCHNORM_KEYS,
     Device,
     Norm,
-    batchnorm_statistics,
     channels_second,
     check_channel_dim,
     check_count,
     check_dtype,
-    is_batchnorm,
     is_number,
     moved,
     new_affine,
@@ -24,11 +21,14 @@ from .base import (
     statistics_like,
 )
 from .dispatch import apply_ordinary, compute_dtype, evaluate
+from .hints import hinted
+from .loading import BATCHNORM_KEYS, batchnorm_statistics, estimate_faults, is_batchnorm
 from .moments import Center, all_finite, channelwise, fixed_center, measure, mini_batch_statistics
 from .normref import NormRef
 from .transforms import transformed
 
 
+@hinted
 class SampleNorm(Norm):
     """Sample Normalization: each sample is normalized by its own statistics, in training and evaluation alike.
 
@@ -195,6 +195,10 @@ class _RunningNorm(Norm):
             given = {k: v for k, v in given.items() if k.removeprefix(prefix) not in BATCHNORM_KEYS}
             initial = self.mean.new_zeros(self.mean.shape), self.sigma.new_ones(self.sigma.shape)
             given |= zip(names, batchnorm_statistics(state_dict, prefix, self.eps) or initial, strict=True)
+        faults = estimate_faults(state_dict, prefix, self.eps)
+        if faults:
+            rest[-1].extend(faults)
+            given |= {names[0]: self.mean.clone(), names[1]: self.sigma.clone()}  # as they are
         given |= {name: given[name].to(self.mean.dtype) for name in names if name in given}
         shapes = {tuple(given[name].shape) for name in names if name in given}
         shape = torch.Size(next(iter(shapes), ()))
@@ -204,6 +208,7 @@ class _RunningNorm(Norm):
         super()._load_from_state_dict(given, prefix, *rest)
 
 
+@hinted
 class GeneralBatchNorm(_RunningNorm):
     """General Batch Normalization: statistics of the mini-batch in training, running estimates in evaluation.
 
@@ -258,6 +263,7 @@ class GeneralBatchNorm(_RunningNorm):
         return self.settings(momentum=self.momentum)
 
 
+@hinted
 class TimeSpecificNorm(_RunningNorm):
     """General Batch Normalization with one set of running estimates per timestep; gain and bias are shared.
 
@@ -311,6 +317,7 @@ class TimeSpecificNorm(_RunningNorm):
         return self.settings(steps=self.steps, momentum=self.momentum)
 
 
+@hinted
 class Affine(nn.Module):
     """Gain and bias per channel: y = weight * x + bias, the step that the paper keeps apart from normalization.
 

@@ -36,7 +36,8 @@ class LayerHealth:
     drift_mean: |short - long| of the mean in units of the long-term sigma, the worst over channels.
     drift_sigma: |short / long - 1| of sigma, the worst over channels.
     gradient_ratio: length of the streamed gradient over that of the true one, the average of the present window.
-    gradient_cosine: of the angle between these two; 1: the same direction, 0: nothing in common.
+    gradient_cosine: of the angle between these two; 1: the same direction, 0: nothing in common,
+        below 0: it points away from the true one, which is noted.
     dead: channels whose own spread is at most sqrt(eps), so that half of sigma^p or more is what eps adds.
     exploding: channels whose sigma in the window is not finite, or over 10 times its long-term value, or over 100
         times the median of the channels of the layer that are not dead.
@@ -63,6 +64,11 @@ class LayerHealth:
     heard: bool
 
     @property
+    def points_away(self) -> bool:
+        """Whether the streamed gradient has a part against the true one; NaN, no gradient, has none."""
+        return self.gradient_cosine < 0
+
+    @property
     def notes(self) -> list[str]:
         """What a person should look at, in words."""
         never = not self.heard
@@ -71,6 +77,7 @@ class LayerHealth:
             f"warming up ({self.warm:.0%})": 0 < self.warm < 1,
             f"{self.dead} of {self.channels} dead": self.dead,
             f"{self.exploding} of {self.channels} exploding": self.exploding,
+            f"streamed gradient points away from the true one (cosine {self.gradient_cosine:.2f})": self.points_away,
             "no update heard of yet": never and self.calls,
             "no finite call in this window": self.heard and not self.calls,
         }
@@ -126,7 +133,9 @@ class Health(Mapping[str, LayerHealth]):
             sigma, drift_mean, drift_sigma, dead, exploding = self._details[name].tolist()
             ill = [bool(a or b) for a, b in zip(dead, exploding, strict=True)]
             gradient, notes = (layer.gradient_ratio, layer.gradient_cosine), ", ".join(layer.notes)
-            rows.append(Row(name or "(itself)", sigma, ill, drift_mean, drift_sigma, gradient, notes))
+            rows.append(
+                Row(name or "(itself)", sigma, ill, drift_mean, drift_sigma, gradient, notes, layer.points_away)
+            )
         return draw(rows, path)
 
 
@@ -195,27 +204,30 @@ def _numbers_of(state: State, like: StreamingNorm, channels: Tensor) -> Tensor:
     # A long-term average may have been loaded; gradients are folded by nothing but updates.
     about = torch.cat([w, stats.count, ~grads.empty | stats.pending], 1)[:, :, 0]
     if not sigma.numel():
-        return torch.cat([about, about.new_zeros(len(about), 4), about.new_full((len(about), 6), math.nan)], 1)
+        return torch.cat([about, about.new_zeros(len(about), 4), about.new_full((len(about), 8), math.nan)], 1)
     # g_hat of a call whose own gradient is the average of the window; exact with one batch per update.
     long, short, present = like.beta
     share = window_share(like.rules, state.elements, state.elements_before)
     long_weight, short_weight = stream.guarded((long, short), share)
     true = grads.short.flatten(1)
     g_hat = stream.blend(grads, long_weight, short_weight + present).flatten(1)
-    streamed = w[:, 0] * stream.bounded(g_hat, true, share[:, 0])
-    gradient = [true.norm(dim=1), streamed.norm(dim=1), (true * streamed).sum(1)]
+    streamed = stream.bounded(g_hat, true, share[:, 0])
+    (true, of_true), (streamed, of_streamed) = stream.by_largest(true), stream.by_largest(streamed)
+    lengths = [true.norm(dim=1), streamed.norm(dim=1), of_true[:, 0], of_streamed[:, 0]]
+    gradient = [*lengths, (true * streamed).sum(1)]
     spread = [*sigma.aminmax(dim=1), sigma.median(1).values]
     worst, sums = channels[:, 1:3].amax(2), channels[:, 3:].sum(2)
     return torch.cat([about, worst, sums, torch.stack([*gradient, *spread], 1)], 1)
 
 
 def _health_of(layer: StreamingNorm, row: list[float]) -> LayerHealth:
-    warm, calls, folded, drift_mean, drift_sigma, dead, exploding, true, streamed, product, low, high, median = row
+    warm, calls, folded, drift_mean, drift_sigma, dead, exploding, *gradient, low, high, median = row
+    true, streamed, of_true, of_streamed, product = gradient  # vectors over their largest magnitudes, and these
     return LayerHealth(
         channels=layer.state.mean.numel(),
         drift_mean=drift_mean,
         drift_sigma=drift_sigma,
-        gradient_ratio=_divided(streamed, true),
+        gradient_ratio=_divided(streamed, true) * warm * of_streamed / of_true,
         gradient_cosine=_divided(product, true * streamed),
         dead=int(dead),
         exploding=int(exploding),

@@ -9,18 +9,9 @@ import torch
 from torch import Tensor
 
 from . import distributed, stream
-from .base import (
-    BATCHNORM_KEYS,
-    Device,
-    Norm,
-    batchnorm_statistics,
-    has_no_memory,
-    is_batchnorm,
-    moved,
-    outside_inference_mode,
-    statistics_like,
-)
+from .base import Device, Norm, has_no_memory, moved, outside_inference_mode, statistics_like
 from .distributed import SameGroup, Share
+from .loading import BATCHNORM_KEYS, batchnorm_faults, batchnorm_statistics, fault, is_batchnorm, sigma_fault
 from .rules import Rules, folded
 from .stream import State, Stream
 from .updates import Listener, loss_scale
@@ -64,9 +55,22 @@ class Stateful(Norm, Listener):
         tensors = stream.to_dict(self._state)
         if value.shape != tensors[name].shape:
             raise ValueError(f"{name} has shape {tuple(tensors[name].shape)}: it cannot be set to {tuple(value.shape)}")
+        wrong = self._fault(name, value)
+        if wrong:
+            raise ValueError(f"{name} {wrong}")
         value = value.detach().to(dtype=tensors[name].dtype, copy=True).contiguous()
         self._state = stream.from_dict(tensors | {name: value})
         self._marked = True
+
+    def _fault(self, name: str, value: Tensor) -> str | None:
+        """What is wrong with a tensor for the state, if anything: no training could have left it."""
+        weights = (*self.alpha, *self.kappa)
+        if name in ("sigma", "stats_long", "stats_short") and min(weights) >= 0:  # else it may turn negative
+            if name == "sigma":
+                return sigma_fault(value, self.eps if any(self.alpha) else 0.0)
+            return fault(value) or fault(value[1], least=0)
+        is_count = name.endswith("_count") or name in ("seen", "elements", "elements_before", "loss_scale")
+        return fault(value, least=0) if is_count else fault(value)
 
     @property
     def state(self) -> State:
@@ -136,7 +140,16 @@ class Stateful(Norm, Listener):
         if group is None:
             return None
         state = folded(self.rules, self._settled())  # a process without a batch has not folded the last update yet
-        return group, Share(self.rules, state, self.seen_before, self.ref.located and not self._sized)
+        return group, Share(self.rules, state, self.seen_before, self.ref.located and not self._sized, self)
+
+    def described(self) -> dict[str, str]:
+        """What has to be the same in all processes that merge."""
+        names = ("alpha", "beta", "kappa")
+        weights = {name: tuple(float(weight) for weight in getattr(self, name)) for name in names}
+        settings = self.arguments(**weights, warmup=float(self.warmup), guard=self.guard)
+        words = {name: f"{name}={value!r}" for name, value in settings.items()}
+        kind = {"kind": f"{type(self).__name__}({self.num_features})"}
+        return kind | words | {"dtype": f"dtype={self._state.mean.dtype}"}
 
     def _take(self, state: State, seen_before: Tensor) -> None:
         if state.mean.shape != self._state.mean.shape:
@@ -270,7 +283,10 @@ class Stateful(Norm, Listener):
         self._pulse.version = -1  # weights that were loaded are no update unheard of
         assign = local_metadata.get("assign_to_params_buffers", False)
         if foreign:
-            self._load_batchnorm(batchnorm_statistics(state_dict, prefix, self.eps), prefix, error_msgs, assign)
+            faults = batchnorm_faults(state_dict, prefix)
+            error_msgs.extend(faults)
+            if not faults:
+                self._load_batchnorm(batchnorm_statistics(state_dict, prefix, self.eps), prefix, error_msgs, assign)
         elif len(ours) < len(names):
             missing_keys.extend(prefix + name for name in names if name not in ours)
         else:
@@ -288,7 +304,11 @@ class Stateful(Norm, Listener):
             f"{self.num_features} channels, {self.ref} and present statistics of shape {tuple(self.mean.shape)}"
             for name in wrong
         )
-        if not wrong:
+        faults = [] if wrong else [(name, self._fault(name, loaded[name])) for name in template]
+        if seen_before is not None:
+            faults.append(("seen_before", fault(seen_before, least=0)))
+        error_msgs.extend(f"{prefix}{name} {words}" for name, words in faults if words)
+        if not wrong and not any(words for _, words in faults):
             device = None if assign else self._state.seen.device
             self._state = stream.from_dict(
                 {

@@ -109,8 +109,15 @@ def guarded(weights: Sequence[float], share: Tensor, part: Tensor | None = None)
 
 def bounded(g_hat: Tensor, g: Tensor, share: Tensor) -> Tensor:
     """The vector `g_hat`, made no longer than `g` where the window is not full."""
-    own, streamed = g.norm(dim=-1, keepdim=True), g_hat.norm(dim=-1, keepdim=True)
-    return torch.where((share < 1) & (own < streamed), g_hat * (own / streamed), g_hat)
+    (own, of_own), (streamed, of_streamed) = by_largest(g), by_largest(g_hat)
+    ratio = own.norm(dim=-1, keepdim=True) / streamed.norm(dim=-1, keepdim=True) * of_own  # over of_streamed
+    return torch.where((share < 1) & (ratio < of_streamed), streamed * ratio, g_hat)
+
+
+def by_largest(vectors: Tensor) -> tuple[Tensor, Tensor]:
+    """Vectors over their largest magnitude, and that: what is squared then neither overflows nor vanishes."""
+    largest = vectors.abs().amax(-1, keepdim=True).clamp(min=torch.finfo(vectors.dtype).tiny)
+    return vectors / largest, largest
 
 
 def blend(stream: Stream, long: Tensor | float, short: Tensor | float) -> Tensor:

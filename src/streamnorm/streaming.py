@@ -14,6 +14,7 @@ from .compiled import stream_compiled
 from .dispatch import apply, compute_dtype, evaluate, fused_layout, fused_settings, fuses_compiled
 from .distributed import check_group
 from .fused import Plan, Receiver, plan_of, stream_layer
+from .hints import hinted
 from .kernels import Layout, is_plain, is_vector
 from .normref import NormRef
 from .rules import Call, Rules, folded, stream_gradients, stream_statistics
@@ -36,6 +37,7 @@ class Begun(NamedTuple):
         return self._replace(state=stream.copied(self.state))
 
 
+@hinted
 class StreamingNorm(Stateful):
     """Streaming Normalization: statistics of everything seen so far, for any batch size, one included.
 

@@ -9,6 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from .encoders import leave_fast_path
+
 Report = Callable[[str], object] | None
 
 # By the names of classes, so that nothing has to be imported to look for them.
@@ -105,8 +107,10 @@ def swap(model: nn.Module, places: Places, replacements: Mapping[nn.Module, nn.M
         for place in places[old]:
             if place.parent is not None:
                 place.parent._modules[place.key] = new
-    for module in places:
-        _leave_fast_path(module, set(replacements.values()))
+    replaced = set(replacements.values())
+    for parent in places:
+        for name, child in parent.named_children():
+            leave_fast_path(parent, name, child, replaced.__contains__)
     return replacements.get(model, model)
 
 
@@ -121,15 +125,6 @@ def _move_hooks(old: nn.Module, new: nn.Module) -> None:
                 hook.module = weakref.ref(new)
     if old._is_full_backward_hook is not None:
         new._is_full_backward_hook = old._is_full_backward_hook
-
-
-def _leave_fast_path(module: nn.Module, replaced: set[nn.Module]) -> None:
-    # In evaluation torch's encoder computes layer norms by itself, from the gain and bias of what it takes for
-    # nn.LayerNorm. These attributes are read for nothing but the decision to do so.
-    if isinstance(module, nn.TransformerEncoderLayer) and not replaced.isdisjoint(module.children()):
-        module.activation_relu_or_gelu = 0
-    if isinstance(module, nn.TransformerEncoder) and not replaced.isdisjoint(module.modules()):
-        module.use_nested_tensor = False
 
 
 @contextmanager

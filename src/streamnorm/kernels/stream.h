@@ -159,6 +159,7 @@ inline void stream_statistics(const Settings& set, const State& state, int64_t c
     std::copy(kept.sigma_hat, kept.sigma_hat + channels, state.sigma);
 }
 
+// In double, where squares of floats neither overflow nor vanish: what `by_largest` of stream.py is for.
 inline double square_sum(const float* values, int64_t n) {
     double total = 0;
     for (int64_t i = 0; i < n; i++) total += (double)values[i] * values[i];
@@ -180,7 +181,7 @@ inline bool stream_gradients(const Settings& set, const State& state, int64_t ch
     const bool accept = *kept.accept != 0 && all_finite(g, n), guards = *kept.share < 1;
     const Push push(state.grads, guarded(set.beta, *kept.share), accept);
     const double length = guards ? square_sum(g, n) : 0;
-    float factor = *kept.w * scale;
+    const float factor = *kept.w * scale;
     push.take(0, n, g);
     if (set.beta[2] == 0) {
         push.blend_all(0, n, g);
@@ -189,7 +190,10 @@ inline bool stream_gradients(const Settings& set, const State& state, int64_t ch
             g[i] = passed_on(set, push.blend(state.grads.lasting[i], state.grads.recent[i]), g[i], 1);
     }
     const double streamed = guards ? square_sum(g, n) : 0;
-    if (length < streamed) factor *= (float)std::sqrt(length / streamed);  // no longer than g itself
+    if (length < streamed) {  // no longer than g itself
+        const double shorter = std::sqrt(length / streamed);
+        for (int64_t i = 0; i < n; i++) g[i] = (float)(g[i] * shorter);
+    }
     for (int64_t i = 0; i < n; i++) g[i] *= factor;
     *state.grads.count += accept;
     return accept;
