@@ -62,7 +62,15 @@ def fuses_sequence(*tensors: Tensor) -> bool:
     """Whether the kernels take these tensors of a recurrent layer."""
     if not kernels.available() or transformed():
         return False
-    return all(is_plain_float32(t) and t.is_contiguous() for t in tensors)
+    return all(is_plain_float32(t) and t.is_contiguous() and not t._is_zerotensor() and in_memory(t) for t in tensors)
+
+
+def in_memory(tensor: Tensor) -> bool:
+    """Whether a tensor has the memory that its shape asks for: a storage can be resized under it."""
+    last = tensor.numel()
+    if not tensor.is_contiguous():
+        last = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.untyped_storage().nbytes() >= (tensor.storage_offset() + last) * tensor.element_size()
 
 
 def native_operator(
