@@ -223,12 +223,13 @@ class RNN(_Linear):
 
 
 class GRU(EitherGRU, _Linear):
-    """The paper's normalized GRU, called like `torch.nn.GRU` but not the same function:
+    """The paper's normalized GRU, called like `torch.nn.GRU` but by default not the same function:
 
     r, z = sigmoid(N(W_x x_t) + N(W_h h)); new = f(N(W_x x_t) + N(W_h (h * r))); h_t = z * new + (1 - z) * h.
 
-    It resets the hidden state before its matrix product, where `torch.nn.GRU` resets the product, and its z is torch's
-    1 - z: weights of a `torch.nn.GRU` load, but mean something else. Everything else as in `RNN`.
+    It resets the hidden state before its matrix product. With `reset_after` it resets the product, as torch does, and
+    its z is torch's: new = f(N(W_x x_t) + r * N(W_h h)); h_t = (1 - z) * new + z * h, which is `torch.nn.GRU` if
+    `norm=None`. Weights of one form are not loaded into the other. Everything else as in `RNN`.
 
     >>> output, h_n = GRU(3, 5)(torch.randn(7, 4, 3))
     >>> output.shape

@@ -40,7 +40,7 @@ def constructor(init: Construct[Arguments]) -> Construct[Arguments]:
                 values = ", ".join(map(repr, args[len(by_place) :]))
                 why = f"{values} after {', '.join(by_place)}, which alone go by position: name the others"
             elif unknown:
-                near = get_close_matches(unknown[0], [*by_place, *by_name], 1)
+                near = get_close_matches(unknown[0], [*by_place, *by_name], 1, 0.7)
                 why = f"unknown argument {unknown[0]}={kwargs[unknown[0]]!r}" + (f", use {near[0]}=" if near else "")
             else:
                 why = f"{wrong}, it takes {', '.join(by_place)}"
