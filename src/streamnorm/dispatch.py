@@ -66,7 +66,11 @@ def fuses_sequence(*tensors: Tensor) -> bool:
 
 
 def in_memory(tensor: Tensor) -> bool:
-    """Whether a tensor has the memory that its shape asks for: a storage can be resized under it."""
+    """Whether a tensor has the memory that its shape asks for, or needs none: a storage can be resized under it."""
+    if torch.compiler.is_compiling() or type(tensor) not in (Tensor, Parameter) or transformed():
+        return True
+    if tensor.layout != torch.strided or tensor._is_zerotensor():
+        return True
     last = tensor.numel()
     if not tensor.is_contiguous():
         last = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from .base import Device, Norm, check_dtype
 from .dispatch import in_memory
 from .recurrence import GRU_KIND, GRU_RESET_AFTER_KIND, Factory, Gates, Kind, Norms, Product, State, has_hooks
-from .transforms import transformed
 
 ACTIVATIONS = {"tanh": torch.tanh, "relu": torch.relu}
 Arguments = ParamSpec("Arguments")
@@ -148,16 +147,17 @@ class RecurrentBase(nn.Module):
     def _check_affine(self) -> None:
         """Gains and biases of the norms; those of a norm with hooks may be brought by them."""
         for path, norm in self.named_modules():
-            if isinstance(norm, Norm) and not has_hooks(norm):
-                for name, vector in norm._parameters.items():
-                    if vector is None:
-                        continue
-                    if tuple(vector.shape) != (norm.num_features,) or not vector.is_floating_point():
-                        raise ValueError(
-                            f"{path}.{name} is {vector.dtype} of shape {tuple(vector.shape)}: a norm of "
-                            f"{norm.num_features} features needs floating point of shape ({norm.num_features},)"
-                        )
-                    check_memory(f"{path}.{name}", vector)
+            if not isinstance(norm, Norm):
+                continue
+            for name, vector in norm._parameters.items():
+                if vector is None or (_is_vector(vector, norm.num_features) and in_memory(vector)) or has_hooks(norm):
+                    continue
+                if not _is_vector(vector, norm.num_features):
+                    raise ValueError(
+                        f"{path}.{name} is {vector.dtype} of shape {tuple(vector.shape)}: a norm of "
+                        f"{norm.num_features} features needs floating point of shape ({norm.num_features},)"
+                    )
+                check_memory(f"{path}.{name}", vector)
 
     def _input_products(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if x.is_floating_point():
@@ -212,13 +212,15 @@ class RecurrentBase(nn.Module):
 
 def check_memory(name: str, tensor: Tensor) -> None:
     """Refuse a tensor whose storage was resized under it: torch and the kernels would read beyond its end."""
-    if torch.compiler.is_compiling() or transformed() or type(tensor) not in (Tensor, nn.Parameter):
-        return
-    if not tensor._is_zerotensor() and tensor.layout == torch.strided and not in_memory(tensor):
+    if not in_memory(tensor):
         raise ValueError(
             f"{name} of shape {tuple(tensor.shape)} has {tensor.untyped_storage().nbytes()} bytes of memory, fewer "
             "than its shape needs: the storage was resized or freed; resize it back, or give the values anew"
         )
+
+
+def _is_vector(tensor: Tensor, size: int) -> bool:
+    return tensor.ndim == 1 and tensor.shape[0] == size and tensor.is_floating_point()
 
 
 class EitherGRU(RecurrentBase):
