@@ -85,3 +85,28 @@ class GRUOracle(RecurrentOracle):
         for (gate_x, gate_h), d in zip(sides, (dreset * h * dr, dout * (new - h) * dz), strict=True):
             dx, dh = dx + self.product_backward(d, gate_x), dh + self.product_backward(d, gate_h)
         return dx, dh
+
+
+class GRUResetAfterOracle(RecurrentOracle):
+    """The form of torch.nn.GRU: r multiplies the normalized product, and z weighs the old state."""
+
+    def step(self, x, h):
+        from_x, from_h = [], []
+        for g in range(3):
+            from_x.append(self.product(x, self.weight_x[g], self.norms_x[g]))
+            from_h.append(self.product(h, self.weight_h[g], self.norms_h[g]))
+        r, dr = sigmoid(from_x[0][0] + from_h[0][0])
+        z, dz = sigmoid(from_x[1][0] + from_h[1][0])
+        new, dnew = self.f(from_x[2][0] + r * from_h[2][0])
+        return (1 - z) * new + z * h, (from_x, from_h, h, r, dr, z, dz, new, dnew)
+
+    def step_backward(self, record, dout):
+        from_x, from_h, h, r, dr, z, dz, new, dnew = record
+        d_new = dout * (1 - z) * dnew
+        d_z = dout * (h - new) * dz
+        d_r = d_new * from_h[2][0] * dr
+        dx, dh = 0, dout * z
+        for g, (to_x, to_h) in enumerate(((d_r, d_r), (d_z, d_z), (d_new, d_new * r))):
+            dx = dx + self.product_backward(to_x, from_x[g][1])
+            dh = dh + self.product_backward(to_h, from_h[g][1])
+        return dx, dh

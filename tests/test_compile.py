@@ -158,7 +158,13 @@ def test_masks_layouts_and_bfloat16():
 
 
 @pytest.mark.parametrize(
-    "make", [RNN, partial(GRU, batch_first=True, norm=None), partial(RNN, norm=partial(TimeSpecificNorm, steps=2))]
+    "make",
+    [
+        RNN,
+        partial(GRU, batch_first=True, norm=None),
+        partial(GRU, reset_after=True),
+        partial(RNN, norm=partial(TimeSpecificNorm, steps=2)),
+    ],
 )
 def test_recurrent_layers(make):
     eager = make(3, 4)

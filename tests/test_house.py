@@ -12,18 +12,19 @@ import streamnorm
 SOURCE = Path(streamnorm.__file__).parent
 # From the ground up: a file imports only from lines above its own.
 FLOORS = [
-    {"_version", "normref", "drawing", "transforms", "encoders", "loading", "hints"},
+    {"_version", "normref", "drawing", "transforms", "encoders", "loading", "hints", "packing"},
     {"moments", "stream"},
     {"kernels", "rules"},
     {"fused", "distributed", "checkpointing"},
+    {"listener"},
     {"native"},
     {"dispatch", "updates"},
     {"base", "compiled"},
     {"stateful"},
     {"layers", "streaming", "optim", "joining"},
     {"recurrence", "monitoring"},
-    {"cells"},
-    {"recurrent"},
+    {"recurrentbase"},
+    {"cells", "recurrent"},
     {"convolutional", "swap"},
     {"convert", "deploy", "averaging"},
     {"folding"},

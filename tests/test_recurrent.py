@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import inspect
 import io
 import pickle
 from functools import partial
@@ -11,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from oracle import REFERENCES, BatchOracle, StreamingOracle
-from oracle_recurrent import GRUOracle, RNNOracle, relu, tanh
+from oracle_recurrent import GRUOracle, GRUResetAfterOracle, RNNOracle, relu, tanh
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence, pad_packed_sequence
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -33,7 +34,8 @@ from streamnorm import (
 )
 
 DOUBLE = torch.float64
-LAYERS = {"RNN": RNN, "GRU": GRU, "LSTM": LSTM, "LSTM-cell": partial(LSTM, cell_norm=True)}
+TORCHS_GRU = partial(GRU, reset_after=True)
+LAYERS = {"RNN": RNN, "GRU": GRU, "GRU-after": TORCHS_GRU, "LSTM": LSTM, "LSTM-cell": partial(LSTM, cell_norm=True)}
 NORMS = {
     "streaming": StreamingNorm,
     "sample": SampleNorm,
@@ -67,7 +69,7 @@ def randomise(module):
 
 @pytest.mark.parametrize("norm", ["streaming", "sample"])
 @pytest.mark.parametrize("f", [tanh, relu])
-@pytest.mark.parametrize(("layer", "oracle"), [(RNN, RNNOracle), (GRU, GRUOracle)])
+@pytest.mark.parametrize(("layer", "oracle"), [(RNN, RNNOracle), (GRU, GRUOracle), (TORCHS_GRU, GRUResetAfterOracle)])
 def test_against_the_papers_loops(layer, oracle, f, norm):
     size, hidden, samples, gates = 3, 4, 3, 1 if layer is RNN else 3
     settings = {"beta": (0.5, 0.2, 0.3), "warmup": 20} if norm == "streaming" else {}
@@ -121,7 +123,7 @@ ARGUMENTS = [
 ]
 
 
-CASES = [(o, t, a) for o, t in ((RNN, nn.RNN), (LSTM, nn.LSTM)) for a in ARGUMENTS]
+CASES = [(o, t, a) for o, t in ((RNN, nn.RNN), (LSTM, nn.LSTM), (TORCHS_GRU, nn.GRU)) for a in ARGUMENTS]
 
 
 @pytest.mark.parametrize(("ours", "theirs", "arguments"), [*CASES, (RNN, nn.RNN, {"nonlinearity": "relu"})])
@@ -158,8 +160,13 @@ def flat(result):
     yield from (state,) if isinstance(state, torch.Tensor) else state
 
 
+TORCHS_CELL = partial(GRUCell, reset_after=True)
+
+
 @every_norm
-@pytest.mark.parametrize(("layer", "cell"), [(RNN, RNNCell), (GRU, GRUCell), (LSTM, LSTMCell)])
+@pytest.mark.parametrize(
+    ("layer", "cell"), [(RNN, RNNCell), (GRU, GRUCell), (TORCHS_GRU, TORCHS_CELL), (LSTM, LSTMCell)]
+)
 def test_a_layer_is_its_cell_in_a_loop(layer, cell, norm):
     net, one = layer(3, 5, norm=norm, dtype=DOUBLE), cell(3, 5, norm=norm, dtype=DOUBLE)
     one.load_state_dict({key.replace("_l0", ""): value for key, value in net.state_dict().items()})
@@ -302,7 +309,7 @@ class Shapes(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("steps", [3, 9])
-@pytest.mark.parametrize(("make", "groups"), [(RNN, [5]), (GRU, [10, 5]), (LSTM, [20])])
+@pytest.mark.parametrize(("make", "groups"), [(RNN, [5]), (GRU, [10, 5]), (TORCHS_GRU, [15]), (LSTM, [20])])
 def test_products_are_taken_at_once_where_they_can_be(make, groups, steps):
     net = make(3, 5)
     with Shapes() as forward:
@@ -316,10 +323,11 @@ def test_products_are_taken_at_once_where_they_can_be(make, groups, steps):
     assert backward.seen.count((rows, 3)) + backward.seen.count((3, rows)) == 1
 
 
-@pytest.mark.parametrize("make", [ConvRNN, ConvGRU])
+@pytest.mark.parametrize(
+    ("make", "flat_make"), [(ConvRNN, RNN), (ConvGRU, GRU), (partial(ConvGRU, reset_after=True), TORCHS_GRU)]
+)
 @pytest.mark.parametrize("norm", [None, StreamingNorm])
-def test_convolutions_of_one_pixel_are_matrix_products(make, norm):
-    flat_make = {ConvRNN: RNN, ConvGRU: GRU}[make]
+def test_convolutions_of_one_pixel_are_matrix_products(make, flat_make, norm):
     conv, linear = make(3, 4, 2, kernel_size=1, norm=norm, dtype=DOUBLE), flat_make(3, 4, 2, norm=norm, dtype=DOUBLE)
     state = conv.state_dict()
     linear.load_state_dict({k: v.flatten(1) if v.ndim == 4 else v for k, v in state.items()})
@@ -582,13 +590,16 @@ BAD_CALLS = [
     (torch.randn(2, 6, 4, 3), {}, ValueError, r"expected \(T, N, features\)"),
     (torch.randn(0, 4, 3), {}, ValueError, "0 timesteps"),
     (torch.randn(6, 0, 3), {}, ValueError, "of 0 samples"),
-    (x, {"hx": torch.zeros(1, 3, 5)}, ValueError, r"shape \(1, 3, 5\): expected 1 x \(1, 4, 5\)"),
-    (x, {"hx": torch.zeros(4, 5)}, ValueError, "expected 1 x"),
-    (x, {"hx": torch.zeros(1, 4, 5, dtype=DOUBLE)}, TypeError, "initial state is torch.float64"),
-    (x, {"hx": torch.zeros(1, 4, 5, dtype=torch.int64)}, TypeError, "initial state is torch.int64"),
+    (x, {"hx": torch.zeros(1, 3, 5)}, ValueError, r"hx of shape \(1, 3, 5\): expected .* \(1, 4, 5\) = \(num_layers"),
+    (x, {"hx": torch.zeros(4, 5)}, ValueError, r"hx of shape \(4, 5\)"),
+    (x, {"hx": torch.zeros(1, 4, 5, dtype=DOUBLE)}, TypeError, "hx is torch.float64"),
+    (x, {"hx": torch.zeros(1, 4, 5, dtype=torch.int64)}, TypeError, "hx is torch.int64"),
     (x, {"hx": torch.zeros(1, 4, 5, device="meta")}, TypeError, "on meta"),
-    (x, {"hx": [1]}, TypeError, "initial state is list"),
-    (x, {"hx": 3}, TypeError, "initial state is int"),
+    (x, {"hx": [1]}, TypeError, "hx is list"),
+    (x, {"hx": torch.zeros(1, 4, 5).to_sparse()}, TypeError, r"hx is .*sparse_coo.*to_dense\(\)"),
+    (x.to_sparse(), {}, TypeError, r"input is torch.sparse_coo: .*to_dense\(\)"),
+    (x.double(), {}, TypeError, r"weight_ih_l0 is torch.float32 .*, the input torch.float64"),
+    (x, {"hx": 3}, TypeError, "hx is int"),
     (torch.tensor(1.0), {}, ValueError, r"input of shape \(\)"),
     (x, {"lengths": []}, ValueError, r"lengths of shape \(0,\)"),
     (x, {"lengths": "ab"}, TypeError, "lengths='ab'"),
@@ -650,9 +661,52 @@ def test_other_bad_input():
         ConvRNN(3, 4)(pack_padded_sequence(x, [6, 5, 5, 2]))
     with pytest.raises(ValueError, match=r"^input of shape .* one element"):  # nothing about timesteps
         RNN(3, 4, norm=GeneralBatchNorm)(torch.randn(6, 1, 3))
-    with pytest.raises(ValueError, match=r"expected \(N, T, C, H, W\)"):
+    with pytest.raises(ValueError, match=r"expected \(N, T, C, H, W\), x.unsqueeze\(0\) if it is one"):
         ConvRNN(3, 4)(torch.randn(2, 3, 8, 8))
+    with pytest.raises(ValueError, match=r"expected a pair \(h, c\), each of shape \(1, 4, 5\)"):
+        LSTM(3, 5)(x, torch.zeros(1, 4, 5))
+    with pytest.raises(ValueError, match=r"hx of shape .* \(num_layers \* directions, N, hidden_size, H, W\)"):
+        ConvGRU(3, 4)(torch.randn(2, 5, 3, 8, 8), torch.zeros(1, 2, 4))
     with pytest.raises(ValueError, match=r"expected \(N, 3\)"):
         RNNCell(3, 4)(torch.randn(2, 2, 3))
     assert RNNCell(3, 4)(torch.randn(3)).shape == (4,)
     assert "batch_first=True" in repr(GRU(3, 4, batch_first=True))
+
+
+class Mine(GRU):
+    pass
+
+
+WRONG_ARGUMENTS = [
+    (
+        lambda: GRU(3, 5, 1, True),
+        "^GRU: True after input_size, hidden_size, num_layers, .*name the others .*bias=, batch",
+    ),
+    (lambda: RNN(3, 5, 1, "relu", True), "^RNN: 'relu', True after input_size, hidden_size, num_layers"),
+    (lambda: LSTM(3, 5, batchfirst=True), "^LSTM: unknown argument batchfirst=True, use batch_first="),
+    (lambda: LSTM(3, 5, proj_size=2), r"^LSTM: unknown argument proj_size=2 .*cell_norm="),
+    (lambda: RNN(3), "^RNN: missing .*hidden_size.*, it takes input_size, hidden_size, num_layers"),
+    (lambda: GRUCell(3, 5, False), "^GRUCell: False after input_size, hidden_size, .*reset_after="),
+    (lambda: RNNCell(3, 5, biass=False), "^RNNCell: unknown argument biass=False, use bias="),
+    (lambda: LSTMCell(), "^LSTMCell: missing .*input_size"),
+    (lambda: ConvRNN(3, 5, 1, 3), "^ConvRNN: 3 after input_channels, hidden_channels, num_layers.*kernel_size="),
+    (lambda: ConvGRU(3, 5, kernel=3), "^ConvGRU: unknown argument kernel=3, use kernel_size="),
+    (lambda: Mine(3, 5, 1, True), "^GRU: True after"),
+]
+
+
+@pytest.mark.parametrize(("build", "message"), WRONG_ARGUMENTS, ids=[m for _, m in WRONG_ARGUMENTS])
+def test_wrong_arguments_name_the_public_class(build, message):
+    with pytest.raises(TypeError, match=message):
+        build()
+
+
+def test_signatures_are_those_of_the_constructors():
+    assert list(inspect.signature(GRU).parameters)[:5] == [
+        "input_size",
+        "hidden_size",
+        "num_layers",
+        "norm",
+        "nonlinearity",
+    ]
+    assert "reset_after" not in inspect.signature(RNN).parameters

@@ -12,7 +12,7 @@ from torch import nn
 
 import streamnorm
 from streamnorm import DecoupledUpdate, GeneralBatchNorm, Manhattan, StreamingNorm, attach, kernels, paused
-from streamnorm.updates import PATIENCE, WINDOWS
+from streamnorm.listener import PATIENCE, WINDOWS, listeners
 
 # The compiler's warnings are about itself.
 COMPILED = pytest.param("compiled", marks=pytest.mark.filterwarnings("ignore::DeprecationWarning"))
@@ -403,10 +403,10 @@ def test_copies_hear_for_themselves():
 
 def test_layers_are_not_kept_alive():
     model = network()
-    before = len(streamnorm.updates._listeners)
+    before = len(listeners)
     del model
     gc.collect()
-    assert len(streamnorm.updates._listeners) < before
+    assert len(listeners) < before
 
 
 def test_a_deep_copy_is_attached_to_nothing():

@@ -10,10 +10,11 @@ from torch import Tensor, nn
 
 from .dispatch import apply, native_operator
 from .encoders import watch_encoders
+from .kernels import in_memory
 from .moments import Moments, Statistic
 from .native import Results
 from .normref import CODES, NormRef, resolve
-from .transforms import refuse_transforms, transformed
+from .transforms import refuse_transforms
 
 Device = torch.device | str | int | None
 
@@ -306,14 +307,8 @@ def channels_second(x: Tensor, num_features: int, channel_dim: int) -> Tensor:
 def check_memory(**tensors: Tensor | None) -> None:
     """Whether these tensors still have the memory that they are read from."""
     for name, tensor in tensors.items():
-        if tensor is not None and has_no_memory(tensor):
-            raise RuntimeError(f"{name} has no memory: its storage was freed, so bring it back before the call")
-
-
-def has_no_memory(tensor: Tensor) -> bool:
-    if type(tensor) not in (Tensor, nn.Parameter) or not tensor.is_cpu or tensor.numel() == 0 or transformed():
-        return False
-    return tensor.data_ptr() == 0 and not tensor._is_zerotensor()
+        if tensor is not None and not in_memory(tensor):
+            raise RuntimeError(f"{name} has no memory for its shape: its storage was freed or resized by hand")
 
 
 def mask_over_channels(mask: Tensor, x: Tensor) -> Tensor:

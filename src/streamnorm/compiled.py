@@ -17,11 +17,11 @@ from . import checkpointing, kernels, stream
 from .dispatch import back_through, compute_dtype, evaluate
 from .fused import as_laid_out, layout_of
 from .kernels import Layout
+from .listener import layer_at
 from .moments import Moments, Statistic
 from .normref import NormRef
 from .rules import Call, Rules, fold_gradients, fold_statistics, stream_gradients, stream_statistics
 from .stream import State, Stream
-from .updates import layer_at
 
 _SETTINGS = (
     "bool samples, str channels, str space, float p, str center, float eps, "

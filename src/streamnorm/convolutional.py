@@ -6,40 +6,19 @@ import torch
 from torch import Tensor
 
 from .base import Device
-from .recurrence import GRU_KIND, RNN_KIND, Convolution, Factory
+from .recurrence import RNN_KIND, Convolution, Factory
 from .recurrent import SequenceLayer
+from .recurrentbase import EitherGRU, constructor
 from .streaming import StreamingNorm
 
 
 class _Convolutional(SequenceLayer):
     """Sequences of images `(N, T, C, H, W)`; convolutions keep the size."""
 
-    def __init__(
-        self,
-        input_channels: int,
-        hidden_channels: int,
-        num_layers: int = 1,
-        *,
-        kernel_size: int = 3,
-        norm: Factory | None = StreamingNorm,
-        nonlinearity: str = "tanh",
-        bias: bool = True,
-        device: Device = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, *sizes: int, kernel_size: int, **settings: Any) -> None:
         if type(kernel_size) is not int or kernel_size < 1 or kernel_size % 2 == 0:
             raise ValueError(f"kernel_size={kernel_size!r}: must be an odd whole number, so that the size is kept")
-        super().__init__(
-            Convolution(kernel_size),
-            input_channels,
-            hidden_channels,
-            num_layers,
-            norm=norm,
-            nonlinearity=nonlinearity,
-            bias=bias,
-            device=device,
-            dtype=dtype,
-        )
+        super().__init__(Convolution(kernel_size), *sizes, **settings)
         self.kernel_size = kernel_size
 
     def forward(self, input: Tensor, hx: Tensor | None = None, lengths: Any = None) -> tuple[Tensor, Tensor]:
@@ -64,13 +43,65 @@ class ConvRNN(_Convolutional):
 
     kind = RNN_KIND
 
+    @constructor
+    def __init__(
+        self,
+        input_channels: int,
+        hidden_channels: int,
+        num_layers: int = 1,
+        *,
+        kernel_size: int = 3,
+        norm: Factory | None = StreamingNorm,
+        nonlinearity: str = "tanh",
+        bias: bool = True,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(
+            input_channels,
+            hidden_channels,
+            num_layers,
+            kernel_size=kernel_size,
+            norm=norm,
+            nonlinearity=nonlinearity,
+            bias=bias,
+            device=device,
+            dtype=dtype,
+        )
 
-class ConvGRU(_Convolutional):
-    """The paper's GRU with convolutions in place of matrix products; shapes as in `ConvRNN`.
+
+class ConvGRU(EitherGRU, _Convolutional):
+    """The paper's GRU with convolutions in place of matrix products; shapes as in `ConvRNN`, `reset_after` as in `GRU`.
 
     >>> output, h_n = ConvGRU(3, 8)(torch.randn(2, 5, 3, 16, 16))
     >>> output.shape
     torch.Size([2, 5, 8, 16, 16])
     """
 
-    kind = GRU_KIND
+    @constructor
+    def __init__(
+        self,
+        input_channels: int,
+        hidden_channels: int,
+        num_layers: int = 1,
+        *,
+        kernel_size: int = 3,
+        norm: Factory | None = StreamingNorm,
+        nonlinearity: str = "tanh",
+        reset_after: bool = False,
+        bias: bool = True,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(
+            input_channels,
+            hidden_channels,
+            num_layers,
+            kernel_size=kernel_size,
+            norm=norm,
+            nonlinearity=nonlinearity,
+            bias=bias,
+            device=device,
+            dtype=dtype,
+        )
+        self._choose(reset_after)

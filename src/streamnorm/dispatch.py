@@ -15,7 +15,7 @@ from torch import Tensor
 from . import kernels, native
 from . import moments as plain
 from .fused import layout_of, refuse_second_derivative
-from .kernels import Layout, is_plain, is_vector
+from .kernels import Layout, in_memory, is_plain, is_vector
 from .moments import Center, Moments, Statistic, channelwise
 from .normref import CODES, NormRef
 from .transforms import transformed
@@ -61,7 +61,7 @@ def fuses_sequence(*tensors: Tensor) -> bool:
     """Whether the kernels take these tensors of a recurrent layer."""
     if not kernels.available() or transformed():
         return False
-    return all(is_plain(t, torch.float32) and t.is_contiguous() for t in tensors)
+    return all(is_plain(t, torch.float32) and t.is_contiguous() and in_memory(t) for t in tensors)
 
 
 def native_operator(

@@ -12,9 +12,9 @@ from typing import Any, TypeVar, cast
 from torch import Tensor, fx, nn
 
 from .base import Norm
-from .cells import RecurrentBase
 from .deploy import FixedAffine, constants, deployed, run_example
 from .layers import TimeSpecificNorm
+from .recurrentbase import RecurrentBase
 from .swap import HOOKS, Places, Report, evaluating, find_places, names_of, opened, returned, say, swap, title
 
 Model = TypeVar("Model", bound=nn.Module)

@@ -48,6 +48,15 @@ def _gru(x: list[Tensor], state: State, recur: Recur, f: Activation, cell: Activ
     return (z * new + (1 - z) * h,)
 
 
+def _gru_reset_after(x: list[Tensor], state: State, recur: Recur, f: Activation, cell: Activation) -> State:
+    """torch's GRU, which resets the product: h_t = (1 - z) * new + z * h, in torch's order of operations."""
+    (h,) = state
+    of_r, of_z, of_new = recur(0, h)
+    r, z = torch.sigmoid(x[0] + of_r), torch.sigmoid(x[1] + of_z)
+    new = f(x[2] + r * of_new)
+    return ((h - new) * z + new,)
+
+
 def _lstm(x: list[Tensor], state: State, recur: Recur, f: Activation, cell: Activation) -> State:
     h, c = state
     i, forget, g, o = (a + b for a, b in zip(x, recur(0, h), strict=True))
@@ -57,6 +66,7 @@ def _lstm(x: list[Tensor], state: State, recur: Recur, f: Activation, cell: Acti
 
 RNN_KIND = Kind(1, (1,), 1, _rnn)
 GRU_KIND = Kind(3, (2, 1), 1, _gru)
+GRU_RESET_AFTER_KIND = Kind(3, (3,), 1, _gru_reset_after)
 LSTM_KIND = Kind(4, (4,), 2, _lstm)
 
 
@@ -217,7 +227,7 @@ def run_packed(
     """
     # The compiler unrolls the loop; each norm is an operator to it.
     compiling = torch.compiler.is_compiling()
-    norms = None if compiling else _fused(gates, products, start)
+    norms = None if compiling else _fused(gates, products, sizes, start)
     if norms:
         return _run_fused(gates, norms, products, sizes, start[0], f, reverse)
     steps = range(len(sizes))
@@ -257,14 +267,21 @@ def run_packed(
     return output, tuple(final)
 
 
-def _fused(gates: Gates, products: Tensor, start: State) -> list[StreamingNorm] | None:
+def _fused(gates: Gates, products: Tensor, sizes: Sequence[int], start: State) -> list[StreamingNorm] | None:
     """The norms, if the kernels compute the same as the loop over timesteps, hooks and all; else None."""
-    if gates.kind not in (RNN_KIND, GRU_KIND) or gates.product != Linear() or gates.norms is None:
+    kind, size = gates.kind, gates.size
+    if kind not in (RNN_KIND, GRU_KIND) or gates.product != Linear() or gates.norms is None:
+        return None
+    # The kernels know these sizes, and take the tensors at their word.
+    wide, shapes = kind.gates * size, (products.shape, gates.weight.shape, start[0].shape)
+    if shapes != ((sum(sizes), wide), (wide, size), (max(sizes), size)) or any(b is not None for b in gates.biases):
         return None
     norms = [*gates.norms.x, *gates.norms.h]
-    if len(set(norms)) < len(norms):  # one norm for several products is called in another order
+    if len(set(norms)) < 2 * kind.gates:  # one norm for several products is called in another order
         return None
-    if not all(type(norm) is StreamingNorm and not _has_hooks(norm) and norm._scaler is None for norm in norms):
+    if not all(type(norm) is StreamingNorm and not has_hooks(norm) and norm._scaler is None for norm in norms):
+        return None
+    if any(norm.num_features != size for norm in norms):
         return None
     settings = norms[0].fused_settings()
     if settings is None or any((n.fused_settings(), n.collects) != (settings, norms[0].collects) for n in norms):
@@ -275,10 +292,12 @@ def _fused(gates: Gates, products: Tensor, start: State) -> list[StreamingNorm] 
         reached = products.requires_grad and gates.weight.requires_grad
         if not norms[0].collects or not (reached or all(norm.affine and norm.weight.requires_grad for norm in norms)):
             return None
+    if not all(vector is None or vector.data_ptr() for norm in norms for vector in (norm.weight, norm.bias)):
+        return None  # a zero tensor has no memory
     return norms if fuses_sequence(products, start[0], gates.weight) else None
 
 
-def _has_hooks(module: nn.Module) -> bool:
+def has_hooks(module: nn.Module) -> bool:
     """Whether calling the module may do more than its class says."""
     hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
     everywhere = ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks")

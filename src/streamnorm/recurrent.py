@@ -8,9 +8,12 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from .base import Device, Norm, check_count, is_number
-from .cells import ACTIVATIONS, RecurrentBase
-from .recurrence import GRU_KIND, LSTM_KIND, RNN_KIND, Factory, Linear, Product, State, run_packed
+from .packing import checked_lengths, checked_packing
+from .recurrence import LSTM_KIND, RNN_KIND, Factory, Linear, Product, State, run_packed
+from .recurrentbase import ACTIVATIONS, EitherGRU, RecurrentBase, check_memory, constructor
 from .streaming import StreamingNorm
+
+STATE = "(num_layers * directions, N, hidden_size"
 
 
 class SequenceLayer(RecurrentBase):
@@ -37,7 +40,7 @@ class SequenceLayer(RecurrentBase):
         if not (is_number(dropout) and 0 <= dropout <= 1):
             raise ValueError(f"dropout={dropout!r}: must be a number from 0 to 1")
         if dropout and num_layers == 1:
-            warnings.warn(f"dropout={dropout} acts between layers, and num_layers=1 has none", stacklevel=4)
+            warnings.warn(f"dropout={dropout} acts between layers, and num_layers=1 has none", stacklevel=5)
         directions = ["", "_reverse"] if bidirectional else [""]
         suffixes = [
             (f"_l{layer}{direction}", hidden_size * len(directions) if layer else input_size)
@@ -52,15 +55,20 @@ class SequenceLayer(RecurrentBase):
 
     def _run(self, data: Tensor, sizes: list[int], start: State) -> tuple[Tensor, State]:
         """All layers over packed data `(rows, features, *space)`; states are `(layers * directions, N, ...)`."""
-        self._check_norms(data, sizes)
         f, finals = ACTIVATIONS[self.nonlinearity], []
         directions = 1 + self.bidirectional
+        taken = [
+            self._taken(suffix, self.hidden_size * directions if i >= directions else self.input_size, data)
+            for i, suffix in enumerate(self._suffixes)
+        ]
+        self._check_affine()
+        self._check_norms(data, sizes)
         for i in range(0, len(self._suffixes), directions):
             if i and self.dropout:
                 data = nn.functional.dropout(data, self.dropout, self.training)
             outputs = []
-            for j, suffix in enumerate(self._suffixes[i : i + directions]):
-                gates, products = self._gates(suffix), self._input_products(data, suffix)
+            for j, (gates, weight, bias) in enumerate(taken[i : i + directions]):
+                products = self._input_products(data, weight, bias)
                 first = tuple(s[i + j] for s in start)
                 output, final = run_packed(gates, products, sizes, first, f, reverse=j == 1, late=self.training)
                 outputs.append(output)
@@ -89,11 +97,11 @@ class SequenceLayer(RecurrentBase):
         if steps == 0 or batch == 0:
             raise ValueError(f"input has {steps} timesteps of {batch} samples: a sequence needs at least one of each")
         shape = (len(self._suffixes), batch, self.hidden_size, *x.shape[3:])
-        start = self._states(hx, shape, x)
+        start = self._states(hx, shape, STATE + (", H, W)" if x.ndim > 3 else ")"), x)
         if lengths is None:
             output, final = self._run(x.flatten(0, 1), [batch] * steps, start)
             return output.reshape(steps, batch, *output.shape[1:]), final
-        falling, order = torch.sort(_checked_lengths(lengths, steps, batch), descending=True, stable=True)
+        falling, order = torch.sort(checked_lengths(lengths, steps, batch), descending=True, stable=True)
         order = order.to(x.device)
         packed = pack_padded_sequence(x.index_select(1, order), falling)
         packed, final = self._packed(PackedSequence(packed.data, packed.batch_sizes, order), start)
@@ -114,21 +122,6 @@ class SequenceLayer(RecurrentBase):
         return f"{self.input_size}, {self.hidden_size}, " + ", ".join(f"{k}={v!r}" for k, v in shown.items())
 
 
-def _checked_lengths(given: Any, steps: int, batch: int) -> Tensor:
-    try:
-        lengths: Tensor = torch.as_tensor(given).cpu()
-    except (TypeError, ValueError, RuntimeError):
-        raise TypeError(f"lengths={given!r}: pass one whole number per sample") from None
-    if lengths.numel() and (lengths.is_floating_point() or lengths.is_complex() or lengths.dtype == torch.bool):
-        raise TypeError(f"lengths has dtype {lengths.dtype}: pass whole numbers")
-    lengths = lengths.to(torch.int64)
-    if tuple(lengths.shape) != (batch,):
-        raise ValueError(f"lengths of shape {tuple(lengths.shape)}: expected one per sample, ({batch},)")
-    if int(lengths.min()) < 1 or int(lengths.max()) > steps:
-        raise ValueError(f"lengths from {int(lengths.min())} to {int(lengths.max())}: must be from 1 to {steps}")
-    return lengths
-
-
 class _Linear(SequenceLayer):
     """Sequences of vectors, in the layouts of torch.nn."""
 
@@ -140,9 +133,9 @@ class _Linear(SequenceLayer):
         if isinstance(input, PackedSequence):
             if lengths is not None:
                 raise ValueError("a PackedSequence has its lengths: pass lengths= only with a padded tensor")
-            self._check_sequence(input.data, (2,), "in a PackedSequence of (rows, features)")
-            shape = (len(self._suffixes), int(input.batch_sizes[0]), self.hidden_size)
-            packed, final = self._packed(input, self._states(hx, shape, input.data))
+            self._check_sequence(input.data, (2,), "a PackedSequence of (rows, features)")
+            shape = (len(self._suffixes), checked_packing(input), self.hidden_size)
+            packed, final = self._packed(input, self._states(hx, shape, STATE + ")", input.data))
             return packed, self._packaged(final)
         layout = "(N, T, features)" if self.batch_first else "(T, N, features)"
         self._check_sequence(input, (2, 3), f"{layout} or (T, features), or a PackedSequence")
@@ -155,9 +148,11 @@ class _Linear(SequenceLayer):
         """`dims`: how many dimensions there may be. Whole numbers stand for one-hot vectors and have one less."""
         if not isinstance(x, Tensor) or x.dtype not in (torch.int32, torch.int64):
             self._check_input(x, dims, -1, layout)
-        elif x.ndim + 1 not in dims:
+            return
+        if x.ndim + 1 not in dims:
             raise ValueError(f"indices of shape {tuple(x.shape)}: expected {layout}, without the features")
-        elif x.numel() and not (0 <= int(x.min()) <= int(x.max()) < self.input_size):
+        check_memory("input", x)
+        if x.numel() and not (0 <= int(x.min()) <= int(x.max()) < self.input_size):
             raise ValueError(
                 f"indices from {int(x.min())} to {int(x.max())}: they stand for one-hot vectors of input_size="
                 f"{self.input_size} and must be from 0 to {self.input_size - 1}"
@@ -166,7 +161,8 @@ class _Linear(SequenceLayer):
     def _unbatched(self, x: Tensor, hx: Any, lengths: Any) -> tuple[Tensor, Any]:
         if lengths is not None:
             raise ValueError("lengths= needs a batch: input (T, features) is one sequence")
-        start = self._states(hx, (len(self._suffixes), self.hidden_size), x)
+        meaning = "(num_layers * directions, hidden_size)"
+        start = self._states(hx, (len(self._suffixes), self.hidden_size), meaning, x)
         output, final = self._padded(x.unsqueeze(1), tuple(s.unsqueeze(1) for s in start), None)
         return output.squeeze(1), self._packaged(tuple(s.squeeze(1) for s in final))
 
@@ -174,9 +170,28 @@ class _Linear(SequenceLayer):
         return super().extra_repr() + f", batch_first={self.batch_first}"
 
 
-class _Plain(_Linear):
-    """Layers whose state is the hidden state alone."""
+class RNN(_Linear):
+    """A normalized recurrent network: h_t = f(N(W_x x_t) + N(W_h h_{t-1})), called like `torch.nn.RNN`.
 
+    `norm` makes a norm module for each product, `norm(hidden_size, device=..., dtype=...)`: `StreamingNorm` (one set of
+    statistics for all timesteps, so sequences may be longer than those trained on), `SampleNorm`,
+    `functools.partial(TimeSpecificNorm, steps=100)`, or None for torch's own network. The norms bring gain and bias;
+    `bias` counts only without a norm. f is "tanh" or "relu".
+
+    `rnn(input, hx=None, lengths=None) -> output, h_n`: input `(T, N, input_size)`, `(N, T, input_size)` with
+    `batch_first`, one sequence `(T, input_size)`, or a PackedSequence. `lengths` `(N,)` are the real steps of each
+    padded sample: what is behind them enters no statistic and no gradient, and comes out as 0. An input of whole
+    numbers, without the features, stands for one-hot vectors.
+
+    >>> rnn = RNN(3, 5, num_layers=2, batch_first=True)
+    >>> output, h_n = rnn(torch.randn(4, 7, 3), lengths=[7, 5, 5, 2])
+    >>> output.shape, h_n.shape
+    (torch.Size([4, 7, 5]), torch.Size([2, 4, 5]))
+    """
+
+    kind = RNN_KIND
+
+    @constructor
     def __init__(
         self,
         input_size: int,
@@ -207,42 +222,51 @@ class _Plain(_Linear):
         )
 
 
-class RNN(_Plain):
-    """A normalized recurrent network: h_t = f(N(W_x x_t) + N(W_h h_{t-1})), called like `torch.nn.RNN`.
-
-    `norm` makes a norm module for each product, `norm(hidden_size, device=..., dtype=...)`: `StreamingNorm` (one set of
-    statistics for all timesteps, so sequences may be longer than those trained on), `SampleNorm`,
-    `functools.partial(TimeSpecificNorm, steps=100)`, or None for torch's own network. The norms bring gain and bias;
-    `bias` counts only without a norm. f is "tanh" or "relu".
-
-    `rnn(input, hx=None, lengths=None) -> output, h_n`: input `(T, N, input_size)`, `(N, T, input_size)` with
-    `batch_first`, one sequence `(T, input_size)`, or a PackedSequence. `lengths` `(N,)` are the real steps of each
-    padded sample: what is behind them enters no statistic and no gradient, and comes out as 0. An input of whole
-    numbers, without the features, stands for one-hot vectors.
-
-    >>> rnn = RNN(3, 5, num_layers=2, batch_first=True)
-    >>> output, h_n = rnn(torch.randn(4, 7, 3), lengths=[7, 5, 5, 2])
-    >>> output.shape, h_n.shape
-    (torch.Size([4, 7, 5]), torch.Size([2, 4, 5]))
-    """
-
-    kind = RNN_KIND
-
-
-class GRU(_Plain):
-    """The paper's normalized GRU, called like `torch.nn.GRU` but not the same function:
+class GRU(EitherGRU, _Linear):
+    """The paper's normalized GRU, called like `torch.nn.GRU` but by default not the same function:
 
     r, z = sigmoid(N(W_x x_t) + N(W_h h)); new = f(N(W_x x_t) + N(W_h (h * r))); h_t = z * new + (1 - z) * h.
 
-    It resets the hidden state before its matrix product, where `torch.nn.GRU` resets the product, and its z is torch's
-    1 - z: weights of a `torch.nn.GRU` load, but mean something else. Everything else as in `RNN`.
+    It resets the hidden state before its matrix product. With `reset_after` it resets the product, as torch does, and
+    its z is torch's: new = f(N(W_x x_t) + r * N(W_h h)); h_t = (1 - z) * new + z * h, which is `torch.nn.GRU` if
+    `norm=None`. Weights of one form are not loaded into the other. Everything else as in `RNN`.
 
     >>> output, h_n = GRU(3, 5)(torch.randn(7, 4, 3))
     >>> output.shape
     torch.Size([7, 4, 5])
     """
 
-    kind = GRU_KIND
+    @constructor
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int = 1,
+        *,
+        norm: Factory | None = StreamingNorm,
+        nonlinearity: str = "tanh",
+        reset_after: bool = False,
+        bias: bool = True,
+        batch_first: bool = False,
+        dropout: float = 0.0,
+        bidirectional: bool = False,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(
+            input_size,
+            hidden_size,
+            num_layers,
+            batch_first=batch_first,
+            norm=norm,
+            nonlinearity=nonlinearity,
+            bias=bias,
+            dropout=dropout,
+            bidirectional=bidirectional,
+            device=device,
+            dtype=dtype,
+        )
+        self._choose(reset_after)
 
 
 class LSTM(_Linear):
@@ -258,6 +282,7 @@ class LSTM(_Linear):
 
     kind = LSTM_KIND
 
+    @constructor
     def __init__(
         self,
         input_size: int,

@@ -1,7 +1,6 @@
 """A norm that keeps streams: its state, who may hold it, how it hears of updates, how it is saved and loaded."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -9,15 +8,15 @@ import torch
 from torch import Tensor
 
 from . import distributed, stream
-from .base import Device, Norm, has_no_memory, moved, outside_inference_mode, statistics_like
+from .base import Device, Norm, moved, outside_inference_mode, statistics_like
 from .distributed import SameGroup, Share
+from .kernels import in_memory
+from .listener import Listener
 from .loading import BATCHNORM_KEYS, batchnorm_faults, batchnorm_statistics, fault, is_batchnorm, sigma_fault
 from .rules import Rules, folded
 from .stream import State, Stream
-from .updates import Listener, loss_scale
+from .updates import loss_scale
 
-# The settings with which a layer that is called once per weight update is a batch norm.
-EXACT: dict[str, Any] = {"alpha": (0.0, 1.0), "beta": (0.0, 0.0, 1.0), "center": "mean", "warmup": 0, "guard": False}
 PLANS = ("_plan", "_known")  # kept outside of what a module knows of itself; see StreamingNorm
 
 
@@ -172,7 +171,7 @@ class Stateful(Norm, Listener):
         like = self._state.mean
         dtype, device = like.dtype, like.device
         for name, tensor in stream.to_dict(self._state).items():
-            if has_no_memory(tensor):
+            if not in_memory(tensor):
                 raise RuntimeError(f"{name} of {type(self).__name__} has no memory: its storage was freed by hand")
             if tensor.device != device or tensor.dtype != stream.dtype_of(name, dtype, device):
                 raise RuntimeError(
@@ -202,24 +201,6 @@ class Stateful(Norm, Listener):
     def _is_at(self, address: int) -> bool:
         own = self._parameters.get("weight"), self._state.stats.count, self._state.grads.count
         return any(tensor is not None and tensor.data_ptr() == address for tensor in own)
-
-    @contextmanager
-    def _exactly(self) -> Iterator[None]:
-        before = {name: getattr(self, name) for name in EXACT}
-        for name, value in EXACT.items():
-            setattr(self, name, value)
-        try:
-            yield
-        finally:
-            for name, value in before.items():
-                setattr(self, name, value)
-        calls = int(self._state.stats.count)
-        if calls > 1:
-            raise RuntimeError(
-                f"LBFGS needs the exact gradient of its loss, which {type(self).__name__} has only if an evaluation "
-                f"calls it once, and since the last update it was called {calls} times: give it all data in one call, "
-                "or take another optimizer, or a SampleNorm"
-            )
 
     def __getstate__(self) -> dict[str, Any]:
         # Whoever pickles for another process moves what it is given to shared memory, in place. That must not be the

@@ -1,9 +1,10 @@
 """Streaming Normalization: the layer of the paper, F and G around S and N."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +24,8 @@ from .stream import State
 from .transforms import exported, is_rewritten, transformed
 
 NOTHING = (None, None, None, None)
+# The settings with which a layer that is called once per weight update is a batch norm.
+EXACT: dict[str, Any] = {"alpha": (0.0, 1.0), "beta": (0.0, 0.0, 1.0), "center": "mean", "warmup": 0, "guard": False}
 
 
 class Begun(NamedTuple):
@@ -276,6 +279,24 @@ class StreamingNorm(Stateful):
         statistic = self.ref, self.p, self.center, self.eps
         streaming = tuple(self.alpha), tuple(self.beta), tuple(self.kappa), self.warmup, self.guard
         return fused_settings(statistic, streaming, (self.weight, self.bias), self.num_features)
+
+    @contextmanager
+    def _exactly(self) -> Iterator[None]:
+        before = {name: getattr(self, name) for name in EXACT}
+        for name, value in EXACT.items():
+            setattr(self, name, value)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                setattr(self, name, value)
+        calls = int(self._state.stats.count)
+        if calls > 1:
+            raise RuntimeError(
+                f"LBFGS needs the exact gradient of its loss, which {type(self).__name__} has only if an evaluation "
+                f"calls it once, and since the last update it was called {calls} times: give it all data in one call, "
+                "or take another optimizer, or a SampleNorm"
+            )
 
     def extra_repr(self) -> str:
         group = {} if self.process_group is None else {"process_group": self.process_group}

@@ -1,16 +1,10 @@
-"""Who hears of a weight update: one global optimizer hook, `attach` for the rest, and `paused`.
-
-A `Listener` learns that the weights changed; what it does about it is its own affair.
-"""
+"""Who hears of a weight update: one global optimizer hook, `attach` for the rest, and `paused`."""
 
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from itertools import count
-from pathlib import Path
+from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
-from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -21,191 +15,20 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from . import distributed
-from .distributed import Share
-from .stream import State
-
-PATIENCE = 256  # passes without an update, or calls without a gradient, before a layer asks whether that is meant
-WINDOWS = 32  # between weight updates, before it asks the same of calls that no gradient came back from
-
-
-class Scaler(Protocol):
-    """The part of torch.amp.GradScaler that is needed here."""
-
-    def scale(self, outputs: Tensor) -> Tensor: ...
+from .listener import Listener, Scaler, listeners, tell
 
 
 class Removable(Protocol):
     def remove(self) -> None: ...
 
 
-class Pulse:
-    """What a layer hears and sees in one process: never copied, never saved. Cheap to change, unlike a module."""
-
-    __slots__ = (
-        "asked",
-        "at_version",
-        "backwards",
-        "forwards",
-        "in_backward",
-        "passes",
-        "unheard",
-        "updates",
-        "version",
-    )
-
-    def __init__(self) -> None:
-        self.updates = 0  # weight updates heard of
-        self.forwards = self.backwards = 0  # training calls; those of them that gradients came back to
-        self.passes, self.in_backward = 0, False  # backward passes: the timesteps of one pass count once
-        self.version, self.at_version = -1, 0  # of the gain at the last training call, and `updates` then
-        self.unheard = 0  # changes of the gain that no update explains
-        self.asked = False
-
-
-class Listener(nn.Module):
-    """A module that hears of weight updates."""
-
-    _scalers: tuple[Scaler, ...] = ()  # of the attachments, the last one counts
-    _number = 0  # in the order of making, in which all processes merge
-    _pulse: Pulse
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._enlist()
-
-    def _enlist(self) -> None:
-        self.__dict__["_pulse"] = Pulse()
-        self._number = next(_numbers)
-        _listeners.add(self)
-
-    def weights_updated(self) -> None:
-        """Tell the layer that the weights changed. Optimizers of torch do this by themselves."""
-        _tell([self], None)
-
-    def _hear(self, found_inf: Tensor | None) -> None:
-        pulse = self._pulse
-        pulse.updates += 1
-        if not pulse.asked and pulse.updates >= WINDOWS and pulse.forwards > 1.25 * pulse.backwards + WINDOWS:
-            self._ask(
-                f"was called {pulse.forwards} times in training mode and got gradients back from {pulse.backwards} of "
-                "these calls. Each call counts in its statistics: make the others (action selection, logging, a "
-                "generator's step) inside of streamnorm.paused(model), or after model.eval()."
-            )
-        self._mark_update(found_inf)
-
-    def _mark_update(self, found_inf: Tensor | None) -> None:
-        """Remember that the weights changed, unless `found_inf` is non-zero: then the step was skipped."""
-        raise NotImplementedError
-
-    def _snapshot(self) -> Callable[[], None]:
-        """How to make the layer forget everything from here on."""
-        raise NotImplementedError
-
-    def _exactly(self) -> AbstractContextManager[None]:
-        """A context in which it is a function of its input, and has its gradient."""
-        raise NotImplementedError
-
-    def _is_at(self, address: int) -> bool:
-        """Whether this is where its gain is, or where H1 or H2 counts its pushes."""
-        raise NotImplementedError
-
-    def _share(self) -> tuple[Any, Share] | None:
-        """The processes to merge with, and what to merge; None for a layer that keeps to itself."""
-        return None
-
-    def _take(self, state: State, seen_before: Tensor) -> None:
-        """The result of a merge."""
-        raise NotImplementedError
-
-    @property
-    def _scaler(self) -> Scaler | None:
-        return self._scalers[-1] if self._scalers else None
-
-    def _forward_runs(self, weight: Tensor | None) -> None:
-        """A training call begins. A gain that changes from call to call is proof of weight updates."""
-        pulse = self._pulse
-        pulse.forwards += 1
-        pulse.in_backward = False
-        version = -1 if weight is None or weight.is_inference() else weight._version
-        if version != pulse.version:
-            self._notice(version)
-        elif pulse.forwards == PATIENCE and not pulse.backwards and not pulse.updates:
-            self._ask(
-                f"was called {PATIENCE} times in training mode without a gradient or a weight update, and averages its "
-                "statistics over all of these calls. If that is not meant (a target network, a network that only "
-                "acts), call model.eval(), or make the calls inside of streamnorm.paused(model)."
-            )
-
-    def _notice(self, version: int) -> None:
-        """The gain is not what it was at the last training call."""
-        pulse = self._pulse
-        pulse.unheard += pulse.version >= 0 <= version and pulse.updates == pulse.at_version
-        pulse.version, pulse.at_version = version, pulse.updates
-        if pulse.unheard == 2:
-            self._ask("has weights that were changed, twice, without an update that it heard of." + _TELL_IT)
-
-    def _backward_runs(self) -> None:
-        pulse = self._pulse
-        pulse.backwards += 1
-        if pulse.in_backward:
-            return
-        pulse.in_backward = True
-        pulse.passes += 1
-        if pulse.passes == PATIENCE and not pulse.updates:
-            self._ask(f"has seen {PATIENCE} backward passes and no weight update." + _TELL_IT)
-
-    def _ask(self, about: str) -> None:
-        if not self._pulse.asked:
-            self._pulse.asked = True
-            warnings.warn(f"{type(self).__name__} {about}", stacklevel=_stacklevel())
-
-    def __getstate__(self) -> dict[str, Any]:
-        # A copy is attached to nothing, and compiled by nobody: the latter is torch's to drop.
-        state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
-        return {key: value for key, value in state.items() if key not in ("_scalers", "_pulse")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._enlist()
-
-
-_TELL_IT = (
-    " So it averages over all calls. If its parameters are in no torch optimizer (frozen, affine=False, a foreign "
-    "optimizer), call streamnorm.attach(optimizer, model) once, or layer.weights_updated() after each update."
-)
-
-
-def _stacklevel() -> int:
-    """Of the first caller that is neither ours nor torch's, so that a warning names a line of the user."""
-    inside = tuple(str(Path(file).parent) for file in (__file__, torch.__file__))
-    frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(inside):
-        frame, level = frame.f_back, level + 1
-    return level
-
-
-_numbers = count(1)
-_listeners: WeakSet[Listener] = WeakSet()
-_by_address: WeakValueDictionary[int, Listener] = WeakValueDictionary()  # what `layer_at` found
 _attached: WeakKeyDictionary[Optimizer, list[list[Listener]]] = WeakKeyDictionary()
-
-
-def layer_at(tensor: Tensor) -> Listener | None:
-    """The layer whose gain or count this is. The compiler's operators know tensors, not the layers that own them."""
-    address = tensor.data_ptr()
-    layer = _by_address.get(address)
-    if layer is None or not layer._is_at(address):
-        layer = next((each for each in list(_listeners) if each._is_at(address)), None)
-        if layer is not None:
-            _by_address[address] = layer
-    return layer
 
 
 def after_step(optimizer: Optimizer, args: Any = (), kwargs: Any = None) -> None:
     """What every step of an optimizer of torch is followed by: the layers that it updates hear of it."""
-    if _listeners and not _within_sharded_step():
-        _tell(listeners_of(optimizer), _found_inf(optimizer))
+    if listeners and not _within_sharded_step():
+        tell(listeners_of(optimizer), _found_inf(optimizer))
 
 
 def _within_sharded_step() -> bool:
@@ -224,27 +47,12 @@ def listeners_of(optimizer: Optimizer) -> list[Listener]:
     """The layers whose parameters an optimizer owns, and those attached to it, in the order of their making."""
     owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
     found = {layer for layers in _attached.get(optimizer, ()) for layer in layers}
-    for layer in list(_listeners):
+    for layer in list(listeners):
         # `parameters()` is slow, and only needed where a parametrization put them into submodules.
         own = layer.parameters() if layer._modules else layer._parameters.values()
         if any(id(p) in owned for p in own):
             found.add(layer)
     return sorted(found, key=lambda layer: layer._number)
-
-
-def _tell(layers: Sequence[Listener], found_inf: Tensor | None) -> None:
-    """A weight update, unless `found_inf` is non-zero: windows are merged over processes first, as one message."""
-    groups: dict[Any, list[tuple[Listener, Share]]] = {}
-    for layer in layers:
-        shared = layer._share()
-        if shared is not None:
-            groups.setdefault(shared[0], []).append((layer, shared[1]))
-    for group, members in groups.items():
-        results = distributed.merged(group, [share for _, share in members], found_inf)
-        for (layer, _), result in zip(members, results, strict=True):
-            layer._take(*result)
-    for layer in layers:
-        layer._hear(found_inf)
 
 
 def _found_inf(optimizer: object) -> Tensor | None:
@@ -255,7 +63,7 @@ def _found_inf(optimizer: object) -> Tensor | None:
 
 def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     """LBFGS evaluates its closure many times per step, and takes the loss for one function of the weights."""
-    if not (isinstance(optimizer, LBFGS) and _listeners):
+    if not (isinstance(optimizer, LBFGS) and listeners):
         return None
     layers = listeners_of(optimizer)
     if not layers:
@@ -355,7 +163,7 @@ def _after_steps_of(optimizer: Any, layers: list[Listener]) -> Callable[[], None
     def step_and_tell(*args: Any, **kwargs: Any) -> Any:
         result = step(*args, **kwargs)
         if listening:
-            _tell(layers, _found_inf(optimizer))
+            tell(layers, _found_inf(optimizer))
         return result
 
     def stop() -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ..stream import State
+from ..transforms import transformed
 
 _native: Any
 try:
@@ -78,6 +79,18 @@ def is_plain(tensor: Tensor, dtype: torch.dtype) -> bool:
     return plain_type and tensor.is_cpu and not tensor.is_neg() and tensor.data_ptr() != 0
 
 
+def in_memory(tensor: Tensor) -> bool:
+    """Whether a tensor has the memory that its shape asks for, or needs none: a storage can be resized under it."""
+    if torch.compiler.is_compiling() or type(tensor) not in (Tensor, Parameter) or transformed():
+        return True
+    if tensor.layout != torch.strided or not tensor.is_cpu or tensor._is_zerotensor():
+        return True
+    last = tensor.numel()
+    if not tensor.is_contiguous():
+        last = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.untyped_storage().nbytes() >= (tensor.storage_offset() + last) * tensor.element_size()
+
+
 def is_vector(tensor: Tensor | None, size: int, dtype: torch.dtype = torch.float32) -> bool:
     """Whether kernels and operators can read a gain, a bias or a statistic, or there is none."""
     return tensor is None or (is_plain(tensor, dtype) and tensor.shape == (size,) and tensor.is_contiguous())
@@ -97,7 +110,7 @@ def holds(state: State, channels: int) -> bool:
     stream = [(torch.float32, (2, channels))] * 2 + [(torch.int64, ()), (torch.bool, ()), (torch.bool, ())]
     wanted = stream * 2 + [(torch.float32, (channels,))] * 2 + [(torch.float64, ())] * 3
     return all(
-        is_plain(tensor, dtype) and tensor.shape == shape and tensor.is_contiguous()
+        is_plain(tensor, dtype) and tensor.shape == shape and tensor.is_contiguous() and in_memory(tensor)
         for tensor, (dtype, shape) in zip(_tensors(state), wanted, strict=True)
     )
 
