@@ -2,7 +2,7 @@
 
 import struct
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,19 +19,20 @@ class Plan(NamedTuple):
     """How the kernels serve a layer, as long as nothing about it changes: not the layer, but what it writes into."""
 
     settings: bytes
+    kept_size: int
     state: State
     readers: Readers
     record: bytes  # what the readers gave when the state was looked at
-
-    def is_current(self) -> bool:
-        """Whether the memory of the state is where it was."""
-        return kernels.addresses(self.readers) == self.record
+    grads_readers: Readers  # the same for H2 alone
+    grads_record: bytes
 
 
 def plan_of(settings: bytes, state: State) -> Plan:
     """For a state that the kernels hold."""
     readers = kernels.state_readers(state)
-    return Plan(settings, state, readers, kernels.addresses(readers))
+    record, ours = kernels.addresses(readers), readers[kernels.GRADS]
+    kept_size = kernels.kept_size(state.mean.numel())
+    return Plan(settings, kept_size, state, readers, record, ours, kernels.addresses(ours))
 
 
 def layout_of(x: Tensor) -> Layout | None:
@@ -45,48 +46,54 @@ def layout_of(x: Tensor) -> Layout | None:
     return (1, samples * space, channels, 1, channels) if x.movedim(1, -1).is_contiguous() else None
 
 
-def stream_layer(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, layout: Layout, plan: Plan, receiver: Receiver
-) -> Tensor:
-    """A training call of StreamingNorm. All tensors have been looked at."""
-    return cast(Tensor, _StreamLayer.apply(x, weight, bias, layout, plan, receiver))  # type: ignore[no-untyped-call]
-
-
 class _StreamLayer(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Any, bias: Any, layout: Layout, plan: Plan, receiver: Receiver) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Any, bias: Any, call: tuple[Layout, Plan, Receiver]) -> Tensor:
+        layout, plan, _ = call
         y = torch.empty_like(x)
         if layout[0] and not y.is_contiguous() and x.ndim == 2:
             y = x.new_empty(x.shape)
-        kept = torch.empty(kernels.kept_size(layout[2]), dtype=torch.float32)
+        kept = torch.empty(plan.kept_size, dtype=torch.float32)
         kernels.layer_forward(plan.settings, plan.record, layout, x, weight, bias, kept, y)
-        ctx.call, ctx.strides = (layout, plan.settings, receiver), (x.stride(), y.stride())
+        ctx.call, ctx.strides = call, (x.stride(), y.stride())
         ctx.save_for_backward(x, weight, kept)
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_second_derivative()
+        if torch.is_grad_enabled():
+            refuse_second_derivative()
         x, weight, kept = ctx.saved_tensors
-        (layout, settings, receiver), (x_strides, strides), channels = ctx.call, ctx.strides, ctx.call[0][2]
-        dy = as_laid_out(dy, dy.shape, strides)
-        if x.stride() != x_strides or x.shape != dy.shape or not kernels.is_plain(x, torch.float32):
-            # Hooks may have moved what was saved, or it was moved under autograd's hands.
+        (layout, plan, receiver), (x_strides, strides) = ctx.call, ctx.strides
+        channels, kept_size = layout[2], plan.kept_size
+        if not (
+            x.stride() == x_strides
+            and dy.stride() == strides
+            and x.shape == dy.shape
+            and kernels.all_plain(x, dy)
+            and kernels.all_vectors(channels, weight)
+            and kernels.all_vectors(kept_size, kept)
+        ):  # hooks may have moved what was saved, or it was moved under autograd's hands; gradients are of any kind
+            dy = as_laid_out(dy, dy.shape, strides)
             x, layout = as_laid_out(x, dy.shape, strides), (*layout[:4], channels)
-        if not kernels.is_vector(weight, channels):
-            weight = as_laid_out(cast(Tensor, weight), (channels,), (1,))
-        kept = as_laid_out(kept, (kernels.kept_size(channels),), (1,))
-        needs_x, needs_gain, needs_bias, *_ = ctx.needs_input_grad
+            weight = None if weight is None else as_laid_out(weight, (channels,), (1,))
+            kept = as_laid_out(kept, (kept_size,), (1,))
+        needs_x, needs_gain, needs_bias, _ = ctx.needs_input_grad
         dx = torch.empty_like(dy) if needs_x else None
         dgain = torch.empty(channels, dtype=torch.float32)
         dbias = torch.empty(channels, dtype=torch.float32)
         state, record, scale = receiver()
         written = state if record else as_kernels_hold(state, channels)
         record = record or kernels.addresses(kernels.state_readers(written))
-        kernels.layer_backward(settings, record, layout, x, weight, kept, dy, scale, (dx, dgain, dbias))
+        kernels.layer_backward(plan.settings, record, layout, x, weight, kept, dy, scale, (dx, dgain, dbias))
         if written is not state:
             write_stream(state.grads, written.grads)
-        return dx, dgain if needs_gain else None, dbias if needs_bias else None, None, None, None
+        return dx, dgain if needs_gain else None, dbias if needs_bias else None, None
+
+
+# A training call of StreamingNorm: of the input, gain, bias, and (layout, plan, receiver). All has been looked at, so what
+# `Function.apply` of torch does about torch.func is left out.
+stream_layer: Callable[..., Tensor] = super(torch.autograd.Function, _StreamLayer).apply
 
 
 class SequencePlan(NamedTuple):

@@ -110,27 +110,26 @@ class Listener(nn.Module):
         return self._scalers[-1] if self._scalers else None
 
     def _forward_runs(self, weight: Tensor | None) -> None:
-        """A training call begins. A gain that changes from call to call is proof of weight updates."""
+        """A training call begins."""
+        self._pulse.forwards += 1
+        self._pulse.in_backward = False
+        self._notice(weight)
+
+    def _notice(self, weight: Tensor | None) -> None:
+        """A gain that changes from call to call is proof of weight updates; calls without them may not be meant."""
         pulse = self._pulse
-        pulse.forwards += 1
-        pulse.in_backward = False
         version = -1 if weight is None or weight.is_inference() else weight._version
         if version != pulse.version:
-            self._notice(version)
-        elif pulse.forwards == PATIENCE and not pulse.backwards and not pulse.updates:
+            pulse.unheard += pulse.version >= 0 <= version and pulse.updates == pulse.at_version
+            pulse.version, pulse.at_version = version, pulse.updates
+            if pulse.unheard == 2:
+                self._ask("has weights that were changed, twice, without an update that it heard of." + _TELL_IT)
+        if pulse.forwards == PATIENCE and not pulse.backwards and not pulse.updates:
             self._ask(
                 f"was called {PATIENCE} times in training mode without a gradient or a weight update, and averages its "
                 "statistics over all of these calls. If that is not meant (a target network, a network that only "
                 "acts), call model.eval(), or make the calls inside of streamnorm.paused(model)."
             )
-
-    def _notice(self, version: int) -> None:
-        """The gain is not what it was at the last training call."""
-        pulse = self._pulse
-        pulse.unheard += pulse.version >= 0 <= version and pulse.updates == pulse.at_version
-        pulse.version, pulse.at_version = version, pulse.updates
-        if pulse.unheard == 2:
-            self._ask("has weights that were changed, twice, without an update that it heard of." + _TELL_IT)
 
     def _backward_runs(self) -> None:
         pulse = self._pulse

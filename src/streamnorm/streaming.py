@@ -16,14 +16,14 @@ from .dispatch import apply, compute_dtype, evaluate, fused_layout, fused_settin
 from .distributed import check_group
 from .fused import Plan, Receiver, plan_of, stream_layer
 from .hints import hinted
-from .kernels import Layout, is_plain, is_vector
+from .kernels import Layout, addresses, all_plain, all_vectors
+from .listener import PATIENCE
 from .normref import NormRef
 from .rules import Call, Rules, folded, stream_gradients, stream_statistics
 from .stateful import Stateful
 from .stream import State
 from .transforms import exported, is_rewritten, transformed
 
-NOTHING = (None, None, None, None)
 # The settings with which a layer that is called once per weight update is a batch norm.
 EXACT: dict[str, Any] = {"alpha": (0.0, 1.0), "beta": (0.0, 0.0, 1.0), "center": "mean", "warmup": 0, "guard": False}
 
@@ -124,7 +124,7 @@ class StreamingNorm(Stateful):
         compiling = torch.compiler.is_compiling()
         again = None if compiling or mask is not None else self._as_before(x)
         if again is not None:
-            return stream_layer(x, *again, self.receive)
+            return stream_layer(x, *again)
         x, mask = self.enter(x, mask)
         if compiling and self.collects:
             return self.leave(self._compiled(x, mask))
@@ -138,9 +138,10 @@ class StreamingNorm(Stateful):
         layout = fused_layout(x, mask)
         plan = self._planned(state) if layout else None
         if layout and plan:
-            if real and self.channel_dim == 1 and self._scaler is None:
+            counted = self.weight is None or not self.weight.is_inference()
+            if real and counted and self.channel_dim == 1 and self._scaler is None:
                 self.__dict__["_known"] = x.shape, x.stride(), layout, plan
-            return self.leave(stream_layer(x, self.weight, self.bias, layout, plan, self.receiver(begun)))
+            return self.leave(stream_layer(x, self.weight, self.bias, (layout, plan, self.receiver(begun))))
         rules = self.rules
         with outside_inference_mode(), torch.no_grad():
             before = stream.bind(state, self.statistic_shape(x))
@@ -155,31 +156,33 @@ class StreamingNorm(Stateful):
             self._marked = False
         return self.leave(y)
 
-    def _as_before(self, x: Tensor) -> tuple[Tensor | None, Tensor | None, Layout, Plan] | None:
+    def _as_before(self, x: Tensor) -> tuple[Any, Any, tuple[Layout, Plan, Receiver]] | None:
         """What the last fused call was served by, if nothing about the layer or its input is new: no other checks."""
         own = self.__dict__
-        shape, stride, layout, plan = own.get("_known", NOTHING)
-        if type(x) is not Tensor or x.shape != shape or x.stride() != stride:
+        known = own.get("_known")
+        if known is None or not own["training"] or self._paused or not kernels.available():
             return None
-        if not own["training"] or self._paused or not kernels.available() or checkpointing.is_watched():
+        if is_rewritten() or checkpointing.is_watched() or type(x) is not Tensor or not all_plain(x):
             return None
-        if is_rewritten() or not is_plain(x, torch.float32):
-            return None
+        shape, stride, layout, plan = known
         weight, bias = own["_parameters"].get("weight"), own["_parameters"].get("bias")
-        if self.affine and weight is None:  # parametrized
+        if x.shape != shape or x.stride() != stride or (weight is None and own["affine"]):  # parametrized
             return None
-        size = self.num_features
-        if not (is_vector(weight, size) and is_vector(bias, size) and plan.is_current()):
+        if not all_vectors(layout[2], weight, bias) or addresses(plan.readers) != plan.record:
             return None
-        self._forward_runs(weight)
-        return weight, bias, layout, plan
+        pulse = own["_pulse"]
+        pulse.in_backward = False
+        pulse.forwards += 1
+        if pulse.forwards == PATIENCE or weight is None or weight._version != pulse.version:
+            self._notice(weight)
+        return weight, bias, (layout, plan, self.receive)
 
     def _planned(self, state: State | None = None) -> Plan | None:
         """How the kernels serve the layer, or a call of it that has a state of its own; None where they do not."""
         plan: Plan | None = self.__dict__.get("_plan")
         own = state is None or state is self._state
         settings = self._settings_of_kernels() if kernels.available() else None
-        if own and plan is not None and settings == plan.settings and plan.is_current():
+        if own and plan is not None and settings == plan.settings and addresses(plan.readers) == plan.record:
             return plan
         state = self._state if state is None else state
         if settings is None or not kernels.holds(state, self.num_features):
@@ -264,9 +267,9 @@ class StreamingNorm(Stateful):
     def receive(self) -> tuple[State, bytes | None, float]:
         """What the backward pass of a fused call streams its gradients into: state, its record, scale of the loss."""
         self._backward_runs()
-        plan = self.__dict__.get("_known", NOTHING)[3]
-        if plan is not None and plan.is_current():
-            return plan.state, plan.record, 1.0
+        known = self.__dict__.get("_known")
+        if known is not None and addresses(known[3].grads_readers) == known[3].grads_record:
+            return known[3].state, known[3].record, 1.0
         state = self._settled()
         return state, None, 1.0 if self._scaler is None else float(state.loss_scale)
 

@@ -30,6 +30,8 @@ CENTERS = ("mean", "running", "zero")
 VARIANTS = ("avx2", "baseline")
 
 _enabled = os.environ.get("STREAMNORM_PLAIN", "") in ("", "0")
+if _native is not None:
+    _native.introduce(Tensor, Parameter, torch.float32)
 variant = next((name for name in VARIANTS if _native is not None and _native.use(name)), None)
 
 
@@ -96,7 +98,13 @@ def is_vector(tensor: Tensor | None, size: int, dtype: torch.dtype = torch.float
     return tensor is None or (is_plain(tensor, dtype) and tensor.shape == (size,) and tensor.is_contiguous())
 
 
+# The same checks in float32, for calls that come again and again: all_plain(*tensors), all_vectors(size, *tensors).
+all_plain: Callable[..., bool] = getattr(_native, "plain", None)  # type: ignore[assignment]
+all_vectors: Callable[..., bool] = getattr(_native, "vectors", None)  # type: ignore[assignment]
+
+
 Readers = tuple[Callable[[], int], ...]
+GRADS = slice(5, 10)  # of those of a state, the ones of H2
 
 
 def _tensors(state: State) -> tuple[Tensor, ...]:
@@ -120,10 +128,8 @@ def state_readers(state: State) -> Readers:
     return tuple(tensor.data_ptr for tensor in _tensors(state))
 
 
-def addresses(readers: Readers) -> bytes:
-    """`State` of types.h as it is now."""
-    record: bytes = _native.addresses(readers)
-    return record
+# What readers give now: for those of a state, `State` of types.h.
+addresses: Callable[[Readers], bytes] = getattr(_native, "addresses", None)  # type: ignore[assignment]
 
 
 def kept_size(channels: int) -> int:
@@ -148,7 +154,8 @@ def layer_forward(
     kept: Tensor,
     y: Tensor,
 ) -> None:
-    addresses = x.data_ptr(), address(weight), address(bias), kept.data_ptr(), y.data_ptr()
+    gain, shift = 0 if weight is None else weight.data_ptr(), 0 if bias is None else bias.data_ptr()
+    addresses = x.data_ptr(), gain, shift, kept.data_ptr(), y.data_ptr()
     _native.layer_forward(settings, state, *layout, torch.get_num_threads(), *addresses)
 
 
@@ -165,8 +172,9 @@ def layer_backward(
 ) -> None:
     """`out`: dx, which may be None, dgain and dbias."""
     dx, dgain, dbias = out
-    addresses = x.data_ptr(), address(weight), 0, kept.data_ptr(), dy.data_ptr(), scale
-    results = address(dx), dgain.data_ptr(), dbias.data_ptr()
+    gain = 0 if weight is None else weight.data_ptr()
+    addresses = x.data_ptr(), gain, 0, kept.data_ptr(), dy.data_ptr(), scale
+    results = 0 if dx is None else dx.data_ptr(), dgain.data_ptr(), dbias.data_ptr()
     _native.layer_backward(settings, state, *layout, torch.get_num_threads(), *addresses, *results)
 
 

@@ -140,6 +140,69 @@ PyObject* sequence_backward(PyObject*, PyObject* const* args, Py_ssize_t count) 
     Py_RETURN_NONE;
 }
 
+// What tensors are asked at the door, in the words of Python: their memory is torch's.
+struct Words {
+    PyObject *tensor, *parameter, *float32;  // types of plain tensors, and the type of their numbers
+    PyObject *dtype, *is_cpu, *is_nested, *is_neg, *data_ptr, *shape, *is_contiguous;
+} words;
+
+PyObject* introduce(PyObject*, PyObject* const* args, Py_ssize_t count) {
+    if (!counted(count, 3)) return nullptr;
+    words.tensor = Py_NewRef(args[0]), words.parameter = Py_NewRef(args[1]), words.float32 = Py_NewRef(args[2]);
+    struct {
+        PyObject** at;
+        const char* name;
+    } const names[] = {{&words.dtype, "dtype"},         {&words.is_cpu, "is_cpu"},     {&words.is_nested, "is_nested"},
+                       {&words.is_neg, "is_neg"},       {&words.data_ptr, "data_ptr"}, {&words.shape, "shape"},
+                       {&words.is_contiguous, "is_contiguous"}};
+    for (const auto& each : names)
+        if (!(*each.at = PyUnicode_InternFromString(each.name))) return nullptr;
+    Py_RETURN_NONE;
+}
+
+// Whether an answer that was just got is true; it is let go of.
+bool is_true(PyObject* answer) {
+    const bool result = answer && PyObject_IsTrue(answer) == 1;
+    Py_XDECREF(answer);
+    return result;
+}
+
+bool has(PyObject* tensor, PyObject* name) { return is_true(PyObject_GetAttr(tensor, name)); }
+bool does(PyObject* tensor, PyObject* name) { return is_true(PyObject_CallMethodObjArgs(tensor, name, nullptr)); }
+
+// As `is_plain` of kernels/__init__.py, in float32.
+bool is_plain(PyObject* tensor) {
+    PyObject* type = (PyObject*)Py_TYPE(tensor);
+    if (type != words.tensor && type != words.parameter) return false;
+    PyObject* dtype = PyObject_GetAttr(tensor, words.dtype);
+    Py_XDECREF(dtype);
+    return dtype == words.float32 && has(tensor, words.is_cpu) && !has(tensor, words.is_nested) &&
+           !does(tensor, words.is_neg) && does(tensor, words.data_ptr);
+}
+
+bool is_vector(PyObject* tensor, int64_t size) {
+    if (!is_plain(tensor)) return false;
+    PyObject* shape = PyObject_GetAttr(tensor, words.shape);
+    const bool fits = shape && PyTuple_Size(shape) == 1 && PyLong_AsLongLong(PyTuple_GetItem(shape, 0)) == size;
+    Py_XDECREF(shape);
+    return fits && does(tensor, words.is_contiguous);
+}
+
+// Whether all of these are plain tensors in float32.
+PyObject* plain(PyObject*, PyObject* const* args, Py_ssize_t count) {
+    bool result = true;
+    for (Py_ssize_t i = 0; result && i < count; i++) result = is_plain(args[i]);
+    return PyErr_Occurred() ? nullptr : PyBool_FromLong(result);
+}
+
+// The same for vectors of so many numbers, or None in their place.
+PyObject* vectors(PyObject*, PyObject* const* args, Py_ssize_t count) {
+    const int64_t size = count ? PyLong_AsLongLong(args[0]) : 0;
+    bool result = !PyErr_Occurred();
+    for (Py_ssize_t i = 1; result && i < count; i++) result = args[i] == Py_None || is_vector(args[i], size);
+    return PyErr_Occurred() ? nullptr : PyBool_FromLong(result);
+}
+
 // The addresses that a tuple of `data_ptr` methods gives now, as bytes.
 PyObject* addresses(PyObject*, PyObject* readers) {
     const Py_ssize_t count = PyTuple_Size(readers);
@@ -181,6 +244,9 @@ PyMethodDef methods[] = {
     {"layer_backward", FAST(layer_backward), nullptr},
     {"sequence_forward", FAST(sequence_forward), nullptr},
     {"sequence_backward", FAST(sequence_backward), nullptr},
+    {"introduce", FAST(introduce), nullptr},
+    {"plain", FAST(plain), nullptr},
+    {"vectors", FAST(vectors), nullptr},
     {"addresses", addresses, METH_O, nullptr},
     {"use", use, METH_O, "Choose the kernels for an instruction set; False where there are none for this machine."},
     {nullptr, nullptr, 0, nullptr},
