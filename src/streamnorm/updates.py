@@ -4,6 +4,7 @@ A `Listener` learns that the weights changed; what it does about it is its own a
 """
 
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -48,6 +49,7 @@ class Listener(nn.Module):
     def _enlist(self) -> None:
         self._number = next(_numbers)
         _listeners.add(self)
+        _listen()
 
     def weights_updated(self) -> None:
         """Tell the layer that the weights changed. Optimizers of torch do this by themselves."""
@@ -157,7 +159,16 @@ def _found_inf(optimizer: object) -> Tensor | None:
     return found if isinstance(found, Tensor) else None
 
 
-register_optimizer_step_post_hook(after_step)
+_listening: Removable | None = None
+_lock = threading.Lock()
+
+
+def _listen() -> None:
+    """To every optimizer of the process, from the first layer on: one that makes none is left alone."""
+    global _listening
+    with _lock:
+        if _listening is None:
+            _listening = register_optimizer_step_post_hook(after_step)
 
 
 class _Attachment:
