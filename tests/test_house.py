@@ -33,7 +33,7 @@ FLOORS = [
     {"__main__"},
 ]
 LAB = [
-    {"__init__", "errors", "runs"},
+    {"__init__", "errors", "runs", "shapes"},
     {"store", "figures", "scales", "models", "health", "grid"},
     {"data", "results"},
     {"tasks", "measures", "online"},
