@@ -43,7 +43,7 @@ LAB = [
     {"bench"},
     {"commands"},
 ]
-DATA = [{"download"}, {"cifar", "index"}, {"__init__"}]
+DATA = [{"download", "batches"}, {"tar", "index"}, {"cifar"}, {"__init__"}]
 VIEW = [{"__init__", "lines", "looks", "page", "cells"}, {"matrix"}, {"plot"}, {"report", "panels"}]
 LATE = {"drawing.py", "monitoring.py"}  # may import what torch does not need, inside functions and for types
 HOUSES = {SOURCE: FLOORS, SOURCE / "lab": LAB, SOURCE / "lab/data": DATA, SOURCE / "lab/view": VIEW}
