@@ -21,7 +21,6 @@ from streamnorm.lab.goals import goals
 from streamnorm.lab.grid import (
     BATCHES,
     CONV_RATES,
-    FULL,
     NETS,
     NORMS,
     OURS,
@@ -39,6 +38,7 @@ from streamnorm.lab.results import read_folder
 from streamnorm.lab.runs import Norm
 from streamnorm.lab.scales import SCALES, scaled
 from streamnorm.lab.view.cells import fill, filled, markdown, table, verdicts
+from streamnorm.stream import FULL
 
 ROOT = Path(__file__).parent.parent
 PAGE, RESULTS = ROOT / "docs/online.md", ROOT / "docs/results"

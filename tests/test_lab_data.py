@@ -253,7 +253,7 @@ BAD_BINARY = {
 }
 PIXELS = np.zeros((RECORDS, 3072), np.uint8)
 BAD_PYTHON = {
-    "cut short": (as_python(GOOD)[:-50], ["truncated"]),
+    "cut short": (as_python(GOOD)[:-50], ["damaged"]),
     "empty": (b"", ["damaged"]),
     "far too long": (as_python(GOOD) + bytes(2 * SIZE), ["bytes"]),
     "no dictionary": (pickled([1, 2]), ["damaged"]),
@@ -450,7 +450,7 @@ def test_progress_is_for_terminals(published, monkeypatch, capsys):
     load_images("cifar10")
     assert capsys.readouterr().err == ""
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    download.fetch(cifar.ADDRESS, data.cache_folder() / "again", cifar.ADDRESS_SHA256)
+    download.fetch(cifar.ADDRESS, data.cache_folder() / "again", cifar.ADDRESS_SHA256, 10**6)
     assert "again: 0.4 of 0.4 MB" in capsys.readouterr().err
 
 

@@ -21,7 +21,7 @@ from streamnorm.lab.models import build
 from streamnorm.lab.runs import Norm, Run
 from streamnorm.lab.scales import PAPER, QUICK, SMOKE, scaled
 from streamnorm.lab.tasks import ImageTask, TextTask
-from streamnorm.lab.train import Training, train
+from streamnorm.lab.train import Training, load_checkpoint, train
 
 ROOT = Path(__file__).parent.parent
 NORMS = {"sample": LAYER_NORM, "batch": BATCH_NORM, "timed": TIME_SPECIFIC, "streaming": STREAMING_RECURRENT}
@@ -325,7 +325,7 @@ def test_killed_at_any_moment_it_goes_on_exactly(kind, digits, text, text_file, 
         process.kill()
         assert end(process)[0] == -signal.SIGKILL, "it ended before it could be killed"
     (checkpoint,) = tmp_path.glob("*/checkpoint.pt")
-    assert torch.load(checkpoint, weights_only=True)["done"] > 1
+    assert load_checkpoint(checkpoint)["done"] > 1
     assert ending(run, data, tmp_path) == uninterrupted[run]
     assert not checkpoint.exists()
     assert not list(tmp_path.glob("*/.*.part"))
@@ -337,7 +337,7 @@ def test_ctrl_c_saves_at_a_whole_update(digits, uninterrupted, tmp_path):
     process.send_signal(signal.SIGINT)
     assert "KeyboardInterrupt" in end(process)[1]
     (checkpoint,) = tmp_path.glob("*/checkpoint.pt")
-    assert 0 < torch.load(checkpoint, weights_only=True)["done"] < 160
+    assert 0 < load_checkpoint(checkpoint)["done"] < 160
     assert ending(LONG_IMAGES, digits, tmp_path) == uninterrupted[LONG_IMAGES]
 
 
@@ -352,7 +352,7 @@ def test_a_disk_without_room_leaves_the_last_checkpoint(digits, uninterrupted, t
     assert "File too large; free some space" in errors
     (folder,) = tmp_path.iterdir()
     assert not list(folder.glob(".*.part"))
-    assert torch.load(folder / "checkpoint.pt", weights_only=True)["done"] > 0
+    assert load_checkpoint(folder / "checkpoint.pt")["done"] > 0
     assert ending(LONG_IMAGES, digits, tmp_path) == uninterrupted[LONG_IMAGES]
 
 

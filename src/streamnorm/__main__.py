@@ -1,8 +1,27 @@
-"""`python -m streamnorm`"""
+"""The command `streamnorm`, and `python -m streamnorm`: a process that ends without a traceback."""
 
+import os
 import sys
 
-from .cli import main
+from .starting import stoppable
+
+CLOSED_PIPE = 128 + 13  # as a shell names the end by SIGPIPE
+
+
+def main() -> int:
+    try:
+        with stoppable():
+            from . import cli
+        try:
+            return cli.main()
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:  # whoever read has seen enough, as `head` has
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for stream in (sys.stdout, sys.stderr):  # Python flushes them once more
+            os.dup2(nowhere, stream.fileno())
+        return CLOSED_PIPE
+
 
 if __name__ == "__main__":
     sys.exit(main())

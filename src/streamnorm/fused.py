@@ -91,8 +91,8 @@ class _StreamLayer(torch.autograd.Function):
         return dx, dgain if needs_gain else None, dbias if needs_bias else None, None
 
 
-# A training call of StreamingNorm: of the input, gain, bias, and (layout, plan, receiver). All has been looked at, so what
-# `Function.apply` of torch does about torch.func is left out.
+# A training call of StreamingNorm: of the input, gain, bias, and (layout, plan, receiver). All has been looked at, so
+# what `Function.apply` of torch does about torch.func is left out.
 stream_layer: Callable[..., Tensor] = super(torch.autograd.Function, _StreamLayer).apply
 
 

@@ -15,7 +15,7 @@ from .listener import Listener
 from .loading import BATCHNORM_KEYS, batchnorm_faults, batchnorm_statistics, fault, is_batchnorm, sigma_fault
 from .rules import Rules, folded
 from .stream import State, Stream
-from .updates import loss_scale
+from .updates import listen, loss_scale
 
 PLANS = ("_plan", "_known")  # kept outside of what a module knows of itself; see StreamingNorm
 
@@ -39,6 +39,10 @@ class Stateful(Norm, Listener):
     def _begin(self, device: Device, dtype: torch.dtype | None) -> None:
         self._state = stream.new_state(self.initial_shape(), statistics_like(device, dtype))
         self._forget_merges(None)
+
+    def _enlist(self) -> None:
+        super()._enlist()
+        listen()
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in ("training", "_paused", "_dims"):  # which each call looks at, or none

@@ -17,9 +17,12 @@ _active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 _tracing: Callable[[], bool] = torch._C._is_tracing
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _in_torch_func() -> bool:
     return _active()  # asked by the compiler while it traces
+
+
+# What torch.compiler.assume_constant_result does, which would import the compiler: 2 s of every process.
+_in_torch_func._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def transformed() -> bool:

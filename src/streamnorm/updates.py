@@ -1,6 +1,7 @@
 """Who hears of a weight update: one global optimizer hook, `attach` for the rest, and `paused`."""
 
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
@@ -95,8 +96,16 @@ def _repeatable(closure: Callable[[], Any], layers: Sequence[Listener]) -> Calla
     return evaluate
 
 
-register_optimizer_step_pre_hook(before_step)
-register_optimizer_step_post_hook(after_step)
+_listening: tuple[Removable, ...] = ()
+_lock = threading.Lock()
+
+
+def listen() -> None:
+    """To every optimizer of the process, from the first layer on: one that makes none is left alone."""
+    global _listening
+    with _lock:
+        if not _listening:
+            _listening = register_optimizer_step_pre_hook(before_step), register_optimizer_step_post_hook(after_step)
 
 
 class _Attachment:

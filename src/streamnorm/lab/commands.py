@@ -1,14 +1,13 @@
-"""What the command line does."""
+"""What the command line does. Mistakes are answered before torch is imported: see `starting`."""
 
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 
-from .bench import run_grid
+from ..starting import stoppable
 from .claims import Verdict, judge
 from .errors import LabError
-from .experiment import run_figure
 from .figures import FIGURES, Figure
 from .grid import Grid, rates_of
 from .results import FigureResults, Result, ends, mean_and_error, read_folder
@@ -41,8 +40,10 @@ def run(
     figures = _figures(names)
     _check_data(figures, data)
     _check_folder(data_folder)
-    with style():  # needs matplotlib: said before the hours of work, not after
-        pass
+    with stoppable():
+        with style():  # needs matplotlib: said before the hours of work, not after
+            pass
+        from .experiment import run_figure
     for figure in figures:
         if len(figures) > 1:
             print(f"== {figure.name}", file=sys.stderr)
@@ -83,8 +84,10 @@ def bench_online(
     if page is not None:
         for grid in grids:
             cells.with_tables(page, grid.file_name, "")  # a page without marks: said before the work too
-    with style():
-        pass
+    with stoppable():
+        with style():
+            pass
+        from .bench import run_grid
     for grid in grids:
         found = run_grid(grid, out, data_folder=data_folder, jobs=jobs, training=training)
         print(cells.table(found))
@@ -142,6 +145,8 @@ def _check_data(figures: Sequence[Figure], data: Sequence[str]) -> None:
             raise LabError(f"{names} learns from text, not from {name}: use --data shakespeare or a text file")
         if name not in IMAGES and kinds == {False}:
             raise LabError(f"{names} learns from images, not from {name}: use --data {' or '.join(IMAGES)}")
+        if name not in (*IMAGES, "shakespeare") and not Path(name).exists():
+            raise LabError(f"no text called {name!r}: pass shakespeare or the path of a text file")
 
 
 def table(results: FigureResults) -> str:

@@ -7,7 +7,6 @@ batches per update; its runs differ in learning rate and seed. A `Grid` is all p
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from ..stream import FULL
 from .runs import Norm, Run
 
 SAMPLES, BATCHES = (1, 2, 4, 8, 32), (1, 8, 32)
@@ -63,6 +62,8 @@ class Place:
 
     def run(self, base: float, seed: int, size: int, data: str = "cifar10") -> Run:
         """A run of this place. Where the guard has nothing to do, with it is the same run as without."""
+        from ..stream import FULL  # needs torch, and the command line reads this file to answer at once
+
         norm = NORMS[self.norm]
         return replace(
             NETS[self.net],

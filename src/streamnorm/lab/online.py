@@ -12,12 +12,25 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any, cast
 
-from .errors import StoreError
 from .grid import NETS, NORMS, Grid, can_run
 from .results import PER_CENT, Result, mean_and_error
-from .store import read_json, write_text
+from .shapes import ONLINE, OUTCOMES, fit
+from .store import read_json, refused, write_text
 
 DIVERGED = 10.0  # times the loss of guessing
+ROW = {
+    "norms": [int],
+    "samples": int,
+    "batches": int,
+    "rate": float,
+    "seed": int,
+    "outcome": str,
+    "test_error": (float, None),
+    "test_loss": (float, None),
+    "train_loss": (float, None),
+    "seconds": float,
+    "id": str,
+}
 ABOUT = ("note", "fingerprint", "versions", "chance")  # a grid: what a file says of it in one field each
 
 
@@ -150,12 +163,17 @@ def _row(run: Trained) -> tuple[Any, ...]:
 def read_online(path: Path) -> Online:
     content = read_json(path)
     try:
+        fit(content, ONLINE)
         tuples = {name: tuple(content["grid"][name]) for name in ("samples", "batches", "rates")}
         grid = Grid(**content["grid"] | tuples)
         NETS[grid.net]
         names, columns = content["norms"], content["columns"]
         runs = [Trained(**dict(zip(columns, row, strict=True))) for row in content["runs"]]
+        for i, run in enumerate(runs):
+            fit(asdict(run) | {"norms": list(run.norms)}, ROW, f"runs[{i}]")
+            if run.outcome not in OUTCOMES or not all(0 <= int(place) < len(names) for place in run.norms):
+                raise ValueError(f"runs[{i}] has an outcome or a norm that there is not")
         runs = [replace(run, norms=tuple(names[int(i)] for i in run.norms)) for run in runs]
         return Online(grid=grid, runs=runs, **{name: content[name] for name in ABOUT})
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-        raise StoreError(f"{path} is no result of bench-online ({error}): move it out of the folder") from error
+    except (KeyError, TypeError, ValueError) as error:
+        raise refused(path, "is no result of bench-online", error, "move it out of the folder") from error

@@ -8,12 +8,13 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from .errors import StoreError
 from .figures import FIGURES, Figure
-from .store import read_json, write_json
+from .shapes import fit_figure, fit_run
+from .store import read_json, refused, write_json
 
 Result = dict[str, Any]  # of one run, as `train` writes it
 Points = list[tuple[float, float]]  # epochs and values
+RESULT = "result.json"  # in the folder of a run
 PER_CENT = 100.0  # errors are kept as shares
 LAST = 0.1  # share of the training that its final loss is a mean over
 
@@ -60,13 +61,25 @@ class FigureResults:
 def read_results(path: Path) -> FigureResults:
     content = read_json(path)
     try:
-        figure = FIGURES[content.pop("figure")]
-        found = FigureResults(figure, **content)
-        for result in found.runs:
-            final(result, "test_loss"), result["settings"]["seed"], result["seconds"]  # what all else reads
-        return found
-    except (KeyError, TypeError, AttributeError) as error:
-        raise StoreError(f"{path} is no result of streamnorm ({error}): move it out of the folder") from error
+        fit_figure(content)
+        return FigureResults(FIGURES[content.pop("figure")], **content)
+    except (ValueError, KeyError, TypeError) as error:
+        raise refused(path, "is no result of streamnorm", error, "move it out of the folder") from error
+
+
+def read_run(folder: Path) -> Result | None:
+    """The result of the run that lives in `folder`; None while there is none."""
+    path = folder / RESULT
+    if not path.exists():
+        return None
+    content = read_json(path)
+    try:
+        fit_run(content)
+        if content["id"] != folder.name:
+            raise ValueError(f"it is of run {content['id']}")
+    except ValueError as error:
+        raise refused(path, "is no result of this run", error, "remove it and run again") from error
+    return dict(content)
 
 
 def read_folder(folder: Path) -> list[FigureResults]:

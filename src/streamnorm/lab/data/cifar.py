@@ -3,22 +3,18 @@
 A record is one label byte and the 3072 bytes of an image (the red, green and blue planes): the binary form is these.
 """
 
-import gzip
 import hashlib
-import io
 import mmap
-import pickle
-import tarfile
-import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import IO, Any
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ..errors import DataError
-from .download import BLOCK, cache_folder, keep
+from . import batches, tar
+from .download import cache_folder, keep
 
 ADDRESS = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
 ADDRESS_SHA256 = "c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd"
@@ -28,6 +24,9 @@ FOLDERS = {"cifar-10-batches-bin": ".bin", "cifar-10-batches-py": ""}  # and how
 RECORDS = 10_000  # in each file
 RECORD = 1 + 3 * 32 * 32  # bytes
 CLASSES = 10
+SPARE = 1 << 20  # bytes of an archive that are not batches
+STEPS = 16  # of a pickle, for each image: its label, its name
+LARGEST_ARCHIVE = 200_000_000  # bytes to download; it has 170,052,171
 # Of the files of the binary form; the official python form has the same records.
 OFFICIAL = (
     "cee916563c9f80d84e3cc88e17fdc0941787f1244f00a67874d45b261883ada5",
@@ -37,6 +36,10 @@ OFFICIAL = (
     "755304fc0b379caeae8c14f0dac912fbc7d6cd469eb67a1029a08a39453a9add",
     "8e2eb146ae340b09e24670f29cabc6326dba54da8789dab6768acf480273f65b",
 )
+
+
+class Readable(Protocol):
+    def read(self, count: int, /) -> bytes: ...
 
 
 def find(place: Path) -> Path | None:
@@ -95,6 +98,8 @@ def _of_folder(folder: Path) -> bytearray:
         path = folder / f"{name}{ending}"
         if not path.exists():
             raise DataError(f"{folder} has no {path.name}: all six of CIFAR-10's batch files must be there")
+        if not (path.is_file() or path.is_dir()):  # opening a folder says what it is
+            raise DataError(f"{path} is no regular file: put a batch file of CIFAR-10 there")
         with path.open("rb") as file:
             _read(file, path.stat().st_size, buffer, i, str(path), pickled=not ending)
     return buffer
@@ -121,45 +126,39 @@ def _of_cache(cached: Path) -> tuple[mmap.mmap, str] | None:
             buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     except (OSError, ValueError):  # absent, or empty
         return None
-    fingerprint = buffer[size:].decode("ascii", "replace")
-    if len(buffer) != size + 64 or fingerprint_of(buffer) != fingerprint:
+    if len(buffer) != size + 64:
         return None
-    return buffer, fingerprint
+    fingerprint = buffer[size:].decode("ascii", "replace")
+    return (buffer, fingerprint) if fingerprint_of(buffer) == fingerprint else None
 
 
 def _decoded(archive: Path) -> bytearray:
     """The records in an archive. Only members of the expected names are read, and nothing is extracted."""
-    members = {f"{f}/{name}{end}": (i, not end) for f, end in FOLDERS.items() for i, name in enumerate(FILES)}
+    known = {f"{f}/{name}{end}": (i, not end) for f, end in FOLDERS.items() for i, name in enumerate(FILES)}
     buffer, seen = bytearray(len(FILES) * RECORDS * RECORD), set()
-    try:
-        with gzip.open(archive) as stream, tarfile.open(fileobj=stream, mode="r:") as tar:
-            for member in tar:
-                if member.name not in members:
-                    continue
-                where = f"{archive}: {member.name}"
-                file = tar.extractfile(member) if member.isreg() else None
-                if file is None:
-                    raise DataError(f"{where} is no regular file: not an archive of CIFAR-10's authors")
-                i, pickled = members[member.name]
-                _read(file, member.size, buffer, i, where, pickled)
-                seen.add(i)
-            while stream.read(BLOCK):  # gzip's checksum stands at the end
-                pass
-    except (tarfile.TarError, gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise DataError(f"{archive} is damaged or no .tar.gz ({error}): replace it by a new download") from error
+    with tar.refusals(archive):
+        for member in tar.members(archive, 2 * len(buffer) + SPARE):
+            if member.name not in known:
+                continue
+            where = f"{archive}: {member.name}"
+            if not member.is_file:
+                raise DataError(f"{where} is no regular file: not an archive of CIFAR-10's authors")
+            i, pickled = known[member.name]
+            _read(member, member.size, buffer, i, where, pickled)
+            seen.add(i)
     if len(seen) < len(FILES):
         raise DataError(f"{archive} holds {len(seen)} of CIFAR-10's six batch files: replace it by a new download")
     return buffer
 
 
-def _read(file: IO[bytes], size: int, buffer: bytearray, i: int, where: str, pickled: bool) -> None:
+def _read(file: Readable, size: int, buffer: bytearray, i: int, where: str, pickled: bool) -> None:
     """Put the records of one batch file of `size` bytes in their place, the i-th."""
     want = RECORDS * RECORD
     records = _records(buffer)[i]
     if pickled:
         if size > 2 * want:
             raise DataError(f"{where} has {size:,} bytes, must have about {want:,}: download it again")
-        _unpickle(file.read(), records, where)
+        _unpickle(file.read(2 * want), records, where)
     else:
         if size != want:
             raise DataError(f"{where} has {size:,} bytes, must have {want:,} ({RECORDS:,} images): download it again")
@@ -171,64 +170,15 @@ def _read(file: IO[bytes], size: int, buffer: bytearray, i: int, where: str, pic
 
 
 def _unpickle(raw: bytes, records: Tensor, where: str) -> None:
+    shape = RECORDS, RECORD - 1
     try:
-        batch = _Unpickler(io.BytesIO(raw), encoding="bytes").load()  # written by Python 2
+        batch = batches.unpickled(raw, STEPS * (RECORDS + 100))
         batch = {key.decode() if isinstance(key, bytes) else key: value for key, value in batch.items()}
-        pixels, labels = batch["data"].tensor(), torch.tensor(batch["labels"])
-    except pickle.UnpicklingError as error:
-        raise DataError(f"{where} was not loaded ({error}): download it again") from error
+        labels = batches.labels_of(batch["labels"], RECORDS, CLASSES)
+        pixels, by_columns = batches.pixels_of(batch["data"], shape)
     except Exception as error:  # a damaged pickle can raise anything
-        raise DataError(f"{where} is damaged, or no batch of CIFAR-10 ({error!r}): download it again") from error
-    if pixels.shape != (RECORDS, RECORD - 1) or labels.shape != (RECORDS,):
-        raise DataError(
-            f"{where} has images of shape {tuple(pixels.shape)} and labels of shape {tuple(labels.shape)}, "
-            f"must be ({RECORDS}, {RECORD - 1}) and ({RECORDS},): download it again"
-        )
-    if labels.is_floating_point() or int(labels.min()) < 0 or int(labels.max()) >= CLASSES:
-        raise DataError(f"{where} has labels other than 0 to {CLASSES - 1}: not a file of CIFAR-10")
-    records[:, 0] = labels
-    records[:, 1:] = pixels
-
-
-class _Dtype:
-    """Stands for numpy.dtype in a pickle."""
-
-    def __init__(self, name: bytes | str, *_: Any) -> None:
-        self.name = name.decode() if isinstance(name, bytes) else name
-
-    def __setstate__(self, state: Any) -> None:
-        pass  # the byte order, of which bytes have none
-
-
-class _Array:
-    """Stands for numpy.ndarray in a pickle."""
-
-    def __setstate__(self, state: tuple[int, tuple[int, ...], _Dtype, bool, bytes]) -> None:
-        _, self.shape, self.dtype, self.by_columns, self.raw = state
-
-    @staticmethod
-    def of_buffer(raw: bytes, dtype: _Dtype, shape: tuple[int, ...], order: str) -> "_Array":
-        made = _Array()
-        made.__setstate__((1, shape, dtype, order == "F", raw))
-        return made
-
-    def tensor(self) -> Tensor:
-        if self.dtype.name != "u1":
-            raise TypeError(f"pixels of dtype {self.dtype.name}")
-        flat = torch.frombuffer(bytearray(self.raw), dtype=torch.uint8)
-        return flat.view(self.shape[::-1]).T if self.by_columns else flat.view(self.shape)
-
-
-class _Unpickler(pickle.Unpickler):
-    """Builds plain containers and the stand-ins above; whatever else a pickle asks for is not even imported."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if module in ("numpy.core.multiarray", "numpy._core.multiarray") and name == "_reconstruct":
-            return lambda *_: _Array()
-        if module in ("numpy.core.numeric", "numpy._core.numeric") and name == "_frombuffer":  # protocol 5
-            return _Array.of_buffer
-        if module == "numpy" and name in ("ndarray", "dtype"):
-            return _Array if name == "ndarray" else _Dtype
-        if (module, name) == ("_codecs", "encode"):  # bytes, in the older protocols
-            return lambda text, encoding: str(text).encode("latin1")
-        raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no batch of CIFAR-10 needs")
+        words = f"{type(error).__name__}: {str(error)[:200]}"  # not its repr, which may be as long as the file
+        raise DataError(f"{where} is damaged, or no batch of CIFAR-10 ({words}): download it again") from error
+    flat = torch.frombuffer(pixels, dtype=torch.uint8)
+    records[:, 0] = torch.frombuffer(bytearray(labels), dtype=torch.uint8)
+    records[:, 1:] = flat.view(shape[::-1]).T if by_columns else flat.view(shape)

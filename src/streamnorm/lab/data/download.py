@@ -18,6 +18,7 @@ from ..store import written_whole
 
 TIMEOUT = 30.0  # seconds of silence, not of the whole transfer
 BLOCK = 1 << 20  # bytes
+LARGEST_PAGE = 1 << 20  # bytes of an index; that of the package has 1 % of it
 
 
 def cache_folder() -> Path:
@@ -39,24 +40,36 @@ def keep(path: Path, *parts: bytes | bytearray) -> None:
             file.write(part)
 
 
-def fetch(url: str, path: Path, sha256: str, cafile: str | None = None) -> None:
-    """Write what is at `url` to `path` if it is what `sha256` says; otherwise leave no trace."""
+def fetch(url: str, path: Path, sha256: str, largest: int, cafile: str | None = None) -> None:
+    """Write what is at `url` to `path` if it is what `sha256` says, in `largest` bytes; otherwise leave no trace."""
     found = hashlib.sha256()
     with opened(url, cafile=cafile) as answer, written_whole(path) as file:
-        for block in _blocks(answer, shown(url), path.name):
+        for block in _blocks(answer, shown(url), path.name, largest):
             found.update(block)
             file.write(block)
         if found.hexdigest() != sha256:
             raise DataError(f"{shown(url)}: sha256 is {found.hexdigest()}, must be {sha256}: not the file wanted")
 
 
-def _blocks(answer: http.client.HTTPResponse, address: str, name: str) -> Iterator[bytes]:
+def read_page(answer: http.client.HTTPResponse, address: str) -> bytes:
+    """A page that a person could look at, not one that fills the memory."""
+    page = answer.read(LARGEST_PAGE + 1)
+    if len(page) > LARGEST_PAGE:
+        raise DataError(f"{address}: the page has more than {LARGEST_PAGE:,} bytes")
+    return page
+
+
+def _blocks(answer: http.client.HTTPResponse, address: str, name: str, largest: int) -> Iterator[bytes]:
     length = answer.headers.get("Content-Length", "")
-    total = int(length) if length.isdigit() else None
+    total = int(length) if length.isascii() and length.isdigit() and len(length) < 20 else None
+    if (total or 0) > largest:
+        raise DataError(f"{address}: {total:,} bytes, must be {largest:,} or less: not the file wanted")
     done, on_terminal = 0, sys.stderr.isatty()
     try:
         while block := answer.read(BLOCK):
             done += len(block)
+            if done > largest:
+                raise DataError(f"{address}: more than {largest:,} bytes: not the file wanted")
             yield block
             if on_terminal:
                 of = f" of {total / 1e6:.1f}" if total else ""

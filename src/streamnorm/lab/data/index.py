@@ -11,7 +11,7 @@ from importlib.machinery import PathFinder
 from urllib.parse import urldefrag, urljoin, urlsplit, urlunsplit
 
 from ..errors import DataError
-from .download import opened, shown
+from .download import opened, read_page, shown
 
 JSON = "application/vnd.pypi.simple.v1+json"
 find_spec = PathFinder.find_spec  # on the path alone: finders of other packages may warn
@@ -72,16 +72,19 @@ def files_of(project: str, index: str, cafile: str | None = None) -> dict[str, t
     """File name -> (address, sha256 if stated) of a project, from the simple API in either of its forms."""
     url = f"{index.rstrip('/')}/{project}/" + ("index.html" if index.startswith("file:") else "")
     with opened(url, accept=ACCEPT, cafile=cafile) as answer:
-        page, base = answer.read().decode(), urljoin(url, answer.geturl())
+        page, base = read_page(answer, shown(url)).decode(), urljoin(url, answer.geturl())
         kind = answer.headers.get_content_type()
     if kind == JSON:
         try:
             links = [(file["url"], file.get("hashes", {}).get("sha256")) for file in json.loads(page)["files"]]
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise DataError(f"{shown(url)}: not a page of a package index") from error
     else:
         anchors = _Anchors()
-        anchors.feed(page)
+        try:
+            anchors.feed(page)
+        except AssertionError as error:  # in this way Python's parser refuses some of what is no HTML
+            raise DataError(f"{shown(url)}: not a page of a package index") from error
         base = urljoin(base, anchors.base)
         links = [_split_hash(link) for link in anchors.links]
     absolute = [(_with_credentials(urljoin(base, link), index), sha256) for link, sha256 in links]
