@@ -239,10 +239,11 @@ inline Slopes stream_back_rows(const Layer& call, const float* dy, int64_t dy_st
     return slopes;
 }
 
-inline void back_through_rows(const Layer& call, const float* dy, float scale, float* dx, float* dgain, float* dbias) {
+inline void back_through_rows(const Layer& call, const float* dy, float scale, double* scratch, float* dx,
+                              float* dgain, float* dbias) {
     const int64_t channels = call.channels;
     const Kept kept(call.kept, channels);
-    const Slopes slopes = stream_back_rows(call, dy, channels, scale, kept, workspace(scratch_of(call)), dgain, dbias);
+    const Slopes slopes = stream_back_rows(call, dy, channels, scale, kept, scratch, dgain, dbias);
     if (!dx) return;
     share_out(call.samples, workers(call), [&](int64_t begin, int64_t end, int64_t) {
         pull_back_rows(call.settings->p, call.x, call.stride, dy, channels, begin, end, channels, kept.center, slopes,
@@ -250,13 +251,13 @@ inline void back_through_rows(const Layer& call, const float* dy, float scale, f
     });
 }
 
-inline void back_through_planes(const Layer& call, const float* dy, float scale, float* dx, float* dgain,
+inline void back_through_planes(const Layer& call, const float* dy, float scale, double* sums, float* dx, float* dgain,
                                 float* dbias) {
     const Settings& set = *call.settings;
     const int64_t channels = call.channels;
     const double n = (double)(call.samples * call.space);
     const Kept kept(call.kept, channels);
-    double *sums = workspace(7 * channels), *signs = sums + 2 * channels;
+    double* signs = sums + 2 * channels;
     float *g = (float*)(sums + 3 * channels), *flow = g + 2 * channels;  // dE/ds_hat and what flows on, (2, C) each
     const Slopes slopes{g + 4 * channels, g + 5 * channels, g + 6 * channels};
     const bool likely = *kept.accept != 0 && *kept.share == 1;  // else only the last channel tells how long g is
@@ -280,8 +281,9 @@ inline void back_through_planes(const Layer& call, const float* dy, float scale,
 }
 
 void layer_backward(const Layer& call, const float* dy, float scale, float* dx, float* dgain, float* dbias) {
+    double* scratch = workspace(call.rows ? scratch_of(call) : 7 * call.channels);
     std::fill(dgain, dgain + call.channels, 0.0f);
     std::fill(dbias, dbias + call.channels, 0.0f);
     const auto back = call.rows ? back_through_rows : back_through_planes;
-    back(call, dy, scale, dx, dgain, dbias);
+    back(call, dy, scale, scratch, dx, dgain, dbias);
 }

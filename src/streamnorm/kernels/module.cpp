@@ -3,6 +3,7 @@
 #include <Python.h>
 
 #include <cstring>
+#include <new>
 
 #include "parallel.h"
 #include "types.h"
@@ -44,6 +45,24 @@ struct Arguments {
     }
 };
 
+// Runs a kernel without the GIL, and is the one place where exceptions end: there is no memory. A kernel asks for its
+// memory before it changes anything.
+template <class Run>
+PyObject* released(const Run& run) {
+    bool enough = true;
+    Py_BEGIN_ALLOW_THREADS
+    try {
+        run();
+    } catch (const std::bad_alloc&) {
+        enough = false;
+    }
+    Py_END_ALLOW_THREADS
+    if (enough) Py_RETURN_NONE;
+    PyErr_SetString(PyExc_MemoryError, "no scratch memory for the kernels of streamnorm; the state of the layer is as "
+                                       "before the call: free some memory and call it again");
+    return nullptr;
+}
+
 bool counted(Py_ssize_t given, Py_ssize_t wanted) {
     if (given != wanted) PyErr_Format(PyExc_TypeError, "%zd arguments, expected %zd", given, wanted);
     return given == wanted;
@@ -72,10 +91,7 @@ PyObject* layer_forward(PyObject*, PyObject* const* args, Py_ssize_t count) {
     const Layer call = layer_from(in);
     float* y = in.address();
     if (in.failed) return nullptr;
-    Py_BEGIN_ALLOW_THREADS
-    kernels->layer_forward(call, y);
-    Py_END_ALLOW_THREADS
-    Py_RETURN_NONE;
+    return released([&] { kernels->layer_forward(call, y); });
 }
 
 PyObject* layer_backward(PyObject*, PyObject* const* args, Py_ssize_t count) {
@@ -86,10 +102,7 @@ PyObject* layer_backward(PyObject*, PyObject* const* args, Py_ssize_t count) {
     const float scale = (float)in.real();
     float *dx = in.address(), *dgain = in.address(), *dbias = in.address();
     if (in.failed) return nullptr;
-    Py_BEGIN_ALLOW_THREADS
-    kernels->layer_backward(call, dy, scale, dx, dgain, dbias);
-    Py_END_ALLOW_THREADS
-    Py_RETURN_NONE;
+    return released([&] { kernels->layer_backward(call, dy, scale, dx, dgain, dbias); });
 }
 
 Sequence sequence_from(Arguments& in) {
@@ -121,10 +134,7 @@ PyObject* sequence_forward(PyObject*, PyObject* const* args, Py_ssize_t count) {
     seq.output = in.address();
     float* final = in.address();
     if (in.failed) return nullptr;
-    Py_BEGIN_ALLOW_THREADS
-    kernels->sequence_forward(seq, final);
-    Py_END_ALLOW_THREADS
-    Py_RETURN_NONE;
+    return released([&] { kernels->sequence_forward(seq, final); });
 }
 
 PyObject* sequence_backward(PyObject*, PyObject* const* args, Py_ssize_t count) {
@@ -134,10 +144,7 @@ PyObject* sequence_backward(PyObject*, PyObject* const* args, Py_ssize_t count) 
     float* out[6];
     for (float*& address : out) address = in.address();
     if (in.failed) return nullptr;
-    Py_BEGIN_ALLOW_THREADS
-    kernels->sequence_backward(seq, out[0], out[1], out[2], out[3], out[4], out[5]);
-    Py_END_ALLOW_THREADS
-    Py_RETURN_NONE;
+    return released([&] { kernels->sequence_backward(seq, out[0], out[1], out[2], out[3], out[4], out[5]); });
 }
 
 // What tensors are asked at the door, in the words of Python: their memory is torch's.

@@ -70,5 +70,6 @@ extern const Kernels baseline_kernels;
 extern const Kernels avx2_kernels;
 #endif
 
-// Scratch memory that a thread keeps between calls: at least `count` numbers, their values unknown.
+// Scratch memory that a thread keeps between calls: at least `count` numbers, their values unknown. Throws
+// std::bad_alloc. The only allocation of a kernel: once, before anything is changed, and by the calling thread.
 double* workspace(int64_t count);
