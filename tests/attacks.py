@@ -86,7 +86,7 @@ def moved_is_as_unmoved(move, shape, when):
 
 
 def each_tensor(act, layer):
-    return [act(tensor) for tensor in [*layer.parameters(), *to_dict(layer.state).values()]]
+    return [act(tensor) for tensor in [*layer.parameters(), *to_dict(layer._state).values()]]
 
 
 def set_data(tensor):
@@ -155,12 +155,12 @@ def partly(change, names):
     for name in names:
         for kept in SHAPES:
             layer = trained(kept)
-            tensors = to_dict(layer.state)
+            tensors = to_dict(layer._state)
             layer._state = from_dict(tensors | {name: change(tensors[name])})
-            before = {key: tensor.clone() for key, tensor in to_dict(layer.state).items()}
+            before = {key: tensor.clone() for key, tensor in to_dict(layer._state).items()}
             with pytest.raises(RuntimeError, match=rf"({name}|mean).*\.to\(\)"):
                 layer(batches(SHAPES[kept], 0)[0])
-            for key, tensor in to_dict(layer.state).items():
+            for key, tensor in to_dict(layer._state).items():
                 assert tensor.is_meta or torch.equal(tensor, before[key]), key
 
 
@@ -168,7 +168,7 @@ def freed(which):
     """The law: a tensor whose memory was freed is refused with a sentence."""
     layer = trained("rows")
     x = batches(SHAPES["rows"], 0)[0]
-    victim = {"x": x, "weight": layer.weight, "bias": layer.bias, "mean": layer.state.mean}[which]
+    victim = {"x": x, "weight": layer.weight, "bias": layer.bias, "mean": layer._state.mean}[which]
     victim.untyped_storage().resize_(0)
     with pytest.raises(RuntimeError, match="has no memory"):
         layer(x)
@@ -204,11 +204,11 @@ def hooked(unpack, shape, refused):
     x.requires_grad_()
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.clone(), unpack):
         y = layer(x)
-    before = {key: tensor.clone() for key, tensor in to_dict(layer.state).items()}
+    before = {key: tensor.clone() for key, tensor in to_dict(layer._state).items()}
     if refused:
         with pytest.raises(RuntimeError, match="hook on saved tensors"):
             y.backward(dy)
-        assert all(torch.equal(tensor, before[key]) for key, tensor in to_dict(layer.state).items())
+        assert all(torch.equal(tensor, before[key]) for key, tensor in to_dict(layer._state).items())
         return
     y.backward(dy)
     ours, x.grad = x.grad, None
@@ -249,7 +249,7 @@ def sequence_partly(change):
     x = torch.randn(5, 2, 3)
     net(x)[0].sum().backward()
     norm = net.norms_l0.h[1]
-    norm._state = replace(norm.state, sigma=change(norm.state.sigma))
+    norm._state = replace(norm._state, sigma=change(norm._state.sigma))
     with pytest.raises(RuntimeError, match=r"\.to\(\)"):
         net(x)
 

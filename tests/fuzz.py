@@ -176,11 +176,11 @@ class Case:
 
     def fixed(self):
         """All that a refused call must leave alone."""
-        tensors = [tensor for norm in self.norms for tensor in to_dict(norm.state).values()]
+        tensors = [tensor for norm in self.norms for tensor in to_dict(norm._state).values()]
         return [tensor.clone() for tensor in [*tensors, *(p.detach() for p in self.net.parameters())]]
 
     def check_state(self):
-        tensors = [to_dict(norm.state) for norm in self.norms]
+        tensors = [to_dict(norm._state) for norm in self.norms]
         floats = [t.reshape(-1) for state in tensors for t in state.values() if t.is_floating_point()]
         if not torch.cat(floats).isfinite().all():
             bad = {name for state in tensors for name, t in state.items() if not t.isfinite().all()}
@@ -217,7 +217,7 @@ class Case:
 
     def slope(self):
         """At most dy/dx of a norm by itself."""
-        each = [(norm.weight, to_dict(norm.state)["sigma"]) for norm in self.norms]
+        each = [(norm.weight, to_dict(norm._state)["sigma"]) for norm in self.norms]
         return max(float((1 if w is None else w.detach().abs().max()) / s.min()) for w, s in each if s.numel())
 
     # ---- what is done
@@ -229,7 +229,7 @@ class Case:
             does()
             self.check_state()
         for i, norm in enumerate(self.norms if self.compared else []):
-            state = to_dict(norm.state)
+            state = to_dict(norm._state)
             largest = max(float(t.abs().max()) for t in (state["stats_short"], state["stats_long"]) if t.numel())
             for name, tensor in state.items():
                 self.note(self.steepest if "grads" in name else largest, **{f"{i} {name}": tensor})

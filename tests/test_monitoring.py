@@ -78,10 +78,10 @@ def test_training_goes_on_as_if_nobody_had_looked(plain):
 def test_looking_does_not_make_the_layer_copy_its_state():
     model = trained(nn.Linear(3, 4), StreamingNorm(4))
     model(torch.randn(2, 3))
-    before = model[1].state.mean.data_ptr()
+    before = model[1]._state.mean.data_ptr()
     monitor(model)
     model(torch.randn(2, 3))
-    assert model[1].state.mean.data_ptr() == before
+    assert model[1]._state.mean.data_ptr() == before
     looked = monitor(model)
     then = str(looked), copy.deepcopy(looked._details["1"])
     trained(*model)

@@ -99,7 +99,7 @@ class _Collector:
 
     def __init__(self, norm: Any) -> None:
         self.norm, self.streaming = norm, isinstance(norm, StreamingNorm)
-        like = norm.state.mean if self.streaming else norm.mean
+        like = norm._state.mean if self.streaming else norm.mean
         self.fresh = stream.new_state(norm.initial_shape(), like)
         self.states: dict[tuple[int, ...], State] = {}
         only_short = (0, 1), (0, 0, 0), (0, 1, 0, 1)
@@ -154,7 +154,7 @@ class _Collector:
         after = replace(bound, stats=stats, mean=found.mean, sigma=found.sigma, seen=seen, elements=none)
         norm._bind(after)
         stream.write(norm._own(), after)
-        norm._forget_merges(norm.state.seen)
+        norm._forget_merges(norm._state.seen)
 
     def _before_call(self, norm: Any, args: Any, kwargs: Any) -> None:
         x, mask, step = _arguments(*args, **kwargs)

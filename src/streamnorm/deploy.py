@@ -181,7 +181,7 @@ def _batchnorm(norm: Norm, kind: type[BatchNorm]) -> BatchNorm:
             kept = norm._parameters.get(name) if value.dtype == sigma.dtype else None
             fresh = nn.Parameter(value.detach().to(sigma.dtype, copy=True), value.requires_grad)
             setattr(new, name, fresh if kept is None else kept)
-    if isinstance(norm, StreamingNorm) and float(norm.state.seen) == 0:
+    if isinstance(norm, StreamingNorm) and float(norm._state.seen) == 0:
         return new  # as fresh, so that it is known for such
     with torch.no_grad():
         new.get_buffer("running_mean").copy_(mean)

@@ -31,7 +31,7 @@ class StreamJoin(Joinable):
                 "StreamJoin: the optimizer updates no streaming layer that merges over processes: give the layers "
                 'process_group="world", and call torch.distributed.init_process_group() first'
             )
-        self.optimizer, self._group, self._device = optimizer, found[1], found[0].state.seen.device
+        self.optimizer, self._group, self._device = optimizer, found[1], found[0]._state.seen.device
         self._before_step: Any = None
 
     def join_hook(self, **kwargs: Any) -> JoinHook:

@@ -155,7 +155,7 @@ def monitor(model: nn.Module) -> Health:
         return Health({}, {})
     alike: dict[object, list[str]] = {}  # layers of one kind are measured together: the cost is that of torch's calls
     for name, layer in layers.items():
-        like, settings = layer.state.mean, (layer.p, layer.eps, tuple(layer.beta), layer.warmup, layer.guard)
+        like, settings = layer._state.mean, (layer.p, layer.eps, tuple(layer.beta), layer.warmup, layer.guard)
         alike.setdefault((like.shape, like.dtype, like.device, settings), []).append(name)
     rows: list[Tensor] = []
     details: dict[str, Tensor] = {}
@@ -173,7 +173,7 @@ def monitor(model: nn.Module) -> Health:
 
 def _together(layers: list[StreamingNorm]) -> State:
     """A copy of the states, layers first: streams are (layers, 2, channels), all else (layers, 1, channels or 1)."""
-    kept = [stream.to_dict(layer.state) for layer in layers]
+    kept = [stream.to_dict(layer._state) for layer in layers]
 
     def gathered(name: str, like: Tensor) -> Tensor:
         rows = 2 if name.endswith(("_long", "_short")) else 1
@@ -224,7 +224,7 @@ def _health_of(layer: StreamingNorm, row: list[float]) -> LayerHealth:
     warm, calls, folded, drift_mean, drift_sigma, dead, exploding, *gradient, low, high, median = row
     true, streamed, of_true, of_streamed, product = gradient  # vectors over their largest magnitudes, and these
     return LayerHealth(
-        channels=layer.state.mean.numel(),
+        channels=layer._state.mean.numel(),
         drift_mean=drift_mean,
         drift_sigma=drift_sigma,
         gradient_ratio=_divided(streamed, true) * warm * of_streamed / of_true,

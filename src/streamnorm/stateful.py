@@ -77,8 +77,8 @@ class Stateful(Norm, Listener):
 
     @property
     def state(self) -> State:
-        """All state, as it is."""
-        return self._state
+        """All state, as it is now."""
+        return self._handed_out()
 
     @property
     def stored(self) -> Tensor:
