@@ -6,7 +6,7 @@ RUN := $(VENV)/bin/python
 
 TRAINERS := .venv-integrations
 
-.PHONY: demo test test-integrations lint bench clean
+.PHONY: demo test test-integrations test-sanitized lint bench clean
 
 demo: $(VENV)/.ready  ## normalizations side by side on the digits data, about a minute
 	$(RUN) examples/digits.py
@@ -16,6 +16,21 @@ test: lint  ## lint, types, all tests
 
 test-integrations: $(TRAINERS)/.ready  ## real training runs in Lightning, Accelerate and transformers, offline once installed
 	$(TRAINERS)/bin/python -m pytest tests/integrations
+
+# The kernels that check themselves are in a copy of the package, which nothing else imports.
+SANITIZED := build/sanitized
+CALLS ?= 100000
+SEED ?= 0
+UNDER_SANITIZERS = LD_PRELOAD="$(shell gcc -print-file-name=libasan.so) $(shell gcc -print-file-name=libubsan.so)" \
+	ASAN_OPTIONS=detect_leaks=0:malloc_context_size=5 UBSAN_OPTIONS=print_stacktrace=1 PYTHONMALLOC=malloc PYTHONPATH=$(SANITIZED)/lib $(RUN)
+
+test-sanitized: $(VENV)/.ready  ## the kernels with checks of addresses and undefined behaviour: tests, CALLS random calls from SEED on, threads
+	rm -rf $(SANITIZED)
+	CC=gcc CXX=g++ STREAMNORM_SANITIZE=1 $(RUN) setup.py -q build --build-lib $(SANITIZED)/lib --build-temp $(SANITIZED)/temp
+	$(UNDER_SANITIZERS) -c "from streamnorm.kernels import _native; assert '$(SANITIZED)' in _native.__file__"
+	$(UNDER_SANITIZERS) -m pytest tests/test_kernels.py tests/test_sequence_kernels.py
+	$(UNDER_SANITIZERS) tests/fuzz.py --calls $(CALLS) --seed $(SEED)
+	$(UNDER_SANITIZERS) tests/stress_threads.py
 
 lint: $(VENV)/.ready
 	$(RUN) -m ruff check .

@@ -2,8 +2,11 @@
 
 They need a compiler and nothing else, torch included, so one build serves every version of torch. Without a compiler
 the package installs all the same and runs on plain torch, slower.
+
+`STREAMNORM_SANITIZE=1` builds them with checks of every address and of undefined behaviour, for `make test-sanitized`.
 """
 
+import os
 import sys
 from pathlib import Path
 
@@ -12,6 +15,10 @@ from setuptools import Extension, setup
 FOLDER = Path("src/streamnorm/kernels")
 # After any CFLAGS of the user: NaN and inf must behave, or one bad batch would pass unnoticed.
 ARITHMETIC = ["-fno-fast-math", "-fno-math-errno", "-fno-trapping-math"]
+SANITIZE = os.environ.get("STREAMNORM_SANITIZE", "") not in ("", "0")
+CHECKS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"] if SANITIZE else []
+SPEED = ["-O1", "-g", "-fno-omit-frame-pointer"] if SANITIZE else ["-O3", "-g0"]
+SMALL = ["-s"] if sys.platform == "linux" and not SANITIZE else []
 
 setup(
     ext_modules=[
@@ -19,10 +26,10 @@ setup(
             "streamnorm.kernels._native",
             sources=sorted(map(str, FOLDER.glob("*.cpp"))),
             depends=sorted(map(str, FOLDER.glob("*.h"))),
-            extra_compile_args=["-std=c++17", "-O3", "-g0", "-fvisibility=hidden", "-Wno-psabi", *ARITHMETIC],
-            extra_link_args=["-fno-fast-math", *(["-s"] if sys.platform == "linux" else [])],
+            extra_compile_args=["-std=c++17", *SPEED, "-fvisibility=hidden", "-Wno-psabi", *ARITHMETIC, *CHECKS],
+            extra_link_args=["-fno-fast-math", *SMALL, *CHECKS],
             py_limited_api=True,
-            optional=True,
+            optional=not SANITIZE,
         )
     ],
     options={"bdist_wheel": {"py_limited_api": "cp311"}},
