@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from streamnorm import GRU, LSTM, RNN, GeneralBatchNorm, SampleNorm, StreamingNorm, TimeSpecificNorm, attach
-from streamnorm.stream import to_dict
+from streamnorm.stream import COUNTERS, to_dict
 
 NORMS = {
     "streaming": StreamingNorm,
@@ -25,11 +25,11 @@ def conv_net(norm):
 
 
 def statistics(model):
-    """Of all norms: everything that they keep and that is a floating point number."""
+    """Of all norms: everything that they keep and that is a floating point number, but for counters."""
     kept = {}
     for name, module in model.named_modules():
         if isinstance(module, StreamingNorm):
-            kept |= {f"{name}.{key}": value for key, value in to_dict(module.state).items()}
+            kept |= {f"{name}.{key}": value for key, value in to_dict(module.state).items() if key not in COUNTERS}
         elif isinstance(module, GeneralBatchNorm | TimeSpecificNorm):
             kept |= {f"{name}.mean": module.mean, f"{name}.sigma": module.sigma}
     return {key: value.clone() for key, value in kept.items() if value.is_floating_point()}

@@ -107,6 +107,7 @@ class Norm(nn.Module):
         self._check_space(x)
         if not torch.compiler.is_compiling():
             check_memory(input=x, weight=self._parameters.get("weight"), bias=self._parameters.get("bias"))
+            x = materialized(x)
             self.remember(x.ndim if mask is None else 0)
         return x, mask
 
@@ -302,6 +303,11 @@ def channels_second(x: Tensor, num_features: int, channel_dim: int) -> Tensor:
             f"layer has num_features={num_features}: expected {layout} (see channel_dim){one}"
         )
     return x if channel_dim == 1 else x.movedim(-1, 1)
+
+
+def materialized(tensor: Tensor) -> Tensor:
+    """With memory of its own, which a tensor of zeros that autograd made may lack."""
+    return tensor.clone() if tensor._is_zerotensor() else tensor
 
 
 def check_memory(**tensors: Tensor | None) -> None:

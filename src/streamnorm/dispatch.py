@@ -141,6 +141,7 @@ class _Normalize(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative()
+        dy = dy.clone() if dy._is_zerotensor() else dy  # zeros without memory cannot be written to
         x, weight, mask, mean, sigma, *moments = ctx.saved_tensors
         call = x, weight, mask, mean, sigma, Moments(*moments)
         dx, dgain, dbias = back_through(dy, *call, ctx.statistic, ctx.gradient, ctx.needs_input_grad[0])
@@ -178,7 +179,7 @@ def back_through(
     dx = None
     if needs_dx:
         through = plain.pull_back(x, own, grad_mean, grad_sigma, statistic, mask)
-        dx = (dy * per_unit).add_(through).to(given)
+        dx = through.add_(dy * per_unit).to(given)
     return dx, _per_channel(dgain), _per_channel(dbias)
 
 

@@ -181,8 +181,12 @@ def fixed_center(center: str, mean: Tensor) -> Tensor:
 
 
 def all_finite(values: Tensor) -> Tensor:
-    """Whether there is no NaN or inf: only those differ from themselves by NaN, which alone is not equal to itself."""
-    difference = (values - values).sum()
+    """Whether there is no NaN or inf, nor a number so large that averaging it could end in one.
+
+    Only NaN and inf differ from themselves by NaN, which alone is not equal to itself.
+    """
+    large = 4 * values  # averages take differences of two such numbers
+    difference = (large - large).sum()
     return difference == difference
 
 

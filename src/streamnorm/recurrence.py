@@ -292,8 +292,6 @@ def _fused(gates: Gates, products: Tensor, sizes: Sequence[int], start: State) -
         reached = products.requires_grad and gates.weight.requires_grad
         if not norms[0].collects or not (reached or all(norm.affine and norm.weight.requires_grad for norm in norms)):
             return None
-    if not all(vector is None or vector.data_ptr() for norm in norms for vector in (norm.weight, norm.bias)):
-        return None  # a zero tensor has no memory
     return norms if fuses_sequence(products, start[0], gates.weight) else None
 
 

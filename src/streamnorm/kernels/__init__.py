@@ -78,7 +78,9 @@ def settings_record(
 def is_plain(tensor: Tensor, dtype: torch.dtype) -> bool:
     """Whether a tensor is what its address says: of this type, on the CPU, in memory, with nothing to be done yet."""
     plain_type = tensor.dtype == dtype and type(tensor) in (Tensor, Parameter)
-    return plain_type and tensor.is_cpu and not tensor.is_neg() and tensor.data_ptr() != 0
+    if not plain_type or not tensor.is_cpu or tensor.is_nested or tensor.is_neg():
+        return False
+    return tensor.data_ptr() != tensor.storage_offset() * tensor.element_size()  # the memory does not begin at 0
 
 
 def in_memory(tensor: Tensor) -> bool:

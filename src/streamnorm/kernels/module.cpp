@@ -150,7 +150,7 @@ PyObject* sequence_backward(PyObject*, PyObject* const* args, Py_ssize_t count) 
 // What tensors are asked at the door, in the words of Python: their memory is torch's.
 struct Words {
     PyObject *tensor, *parameter, *float32;  // types of plain tensors, and the type of their numbers
-    PyObject *dtype, *is_cpu, *is_nested, *is_neg, *data_ptr, *shape, *is_contiguous;
+    PyObject *dtype, *is_cpu, *is_nested, *is_neg, *data_ptr, *storage_offset, *shape, *is_contiguous;
 } words;
 
 PyObject* introduce(PyObject*, PyObject* const* args, Py_ssize_t count) {
@@ -161,6 +161,7 @@ PyObject* introduce(PyObject*, PyObject* const* args, Py_ssize_t count) {
         const char* name;
     } const names[] = {{&words.dtype, "dtype"},         {&words.is_cpu, "is_cpu"},     {&words.is_nested, "is_nested"},
                        {&words.is_neg, "is_neg"},       {&words.data_ptr, "data_ptr"}, {&words.shape, "shape"},
+                       {&words.storage_offset, "storage_offset"},
                        {&words.is_contiguous, "is_contiguous"}};
     for (const auto& each : names)
         if (!(*each.at = PyUnicode_InternFromString(each.name))) return nullptr;
@@ -177,6 +178,13 @@ bool is_true(PyObject* answer) {
 bool has(PyObject* tensor, PyObject* name) { return is_true(PyObject_GetAttr(tensor, name)); }
 bool does(PyObject* tensor, PyObject* name) { return is_true(PyObject_CallMethodObjArgs(tensor, name, nullptr)); }
 
+int64_t number(PyObject* tensor, PyObject* name) {
+    PyObject* answer = PyObject_CallMethodObjArgs(tensor, name, nullptr);
+    const int64_t result = answer ? PyLong_AsLongLong(answer) : 0;
+    Py_XDECREF(answer);
+    return result;
+}
+
 // As `is_plain` of kernels/__init__.py, in float32.
 bool is_plain(PyObject* tensor) {
     PyObject* type = (PyObject*)Py_TYPE(tensor);
@@ -184,7 +192,8 @@ bool is_plain(PyObject* tensor) {
     PyObject* dtype = PyObject_GetAttr(tensor, words.dtype);
     Py_XDECREF(dtype);
     return dtype == words.float32 && has(tensor, words.is_cpu) && !has(tensor, words.is_nested) &&
-           !does(tensor, words.is_neg) && does(tensor, words.data_ptr);
+           !does(tensor, words.is_neg) &&
+           number(tensor, words.data_ptr) != number(tensor, words.storage_offset) * (int64_t)sizeof(float);
 }
 
 bool is_vector(PyObject* tensor, int64_t size) {
