@@ -236,15 +236,46 @@ def kernels_alone(shape):
 
     (x, dy), layer = tensors(shape), StreamingNorm(shape[1], warmup=1)
     layer(x)
-    x, y, dx, kept = x.detach(), torch.empty(shape), torch.empty(shape), torch.empty(kernels.kept_size(shape[1]))
-    sums, settings, layout = torch.empty(2, shape[1]), layer.fused_settings(), functions.layout_of(x)
-    fixed = settings, kernels.state_record(layer.begin_call()), layout, x, layer.weight
+    x, y, dx, plan = x.detach(), torch.empty(shape), torch.empty(shape), layer._planned()
+    sums, kept, layout = torch.empty(2, shape[1]), torch.empty(plan.kept_size), functions.layout_of(x)
+    fixed = plan.settings, plan.record, layout, x, layer.weight
 
     def call():
         kernels.layer_forward(*fixed, layer.bias, kept, y)
         kernels.layer_backward(*fixed, kept, dy, 1.0, (dx, *sums))
 
     return {OURS: lambda: Run(call), COPY: lambda: copy_triad(x, dy)}
+
+
+def agent_step(norm, how):
+    """A step of a small agent: it acts on one observation without learning, then learns from sixteen."""
+    model = nn.Sequential(
+        nn.Linear(8, 64), norm(64), nn.ReLU(), nn.Linear(64, 64), norm(64), nn.ReLU(), nn.Linear(64, 4)
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    one, many, target = torch.randn(1, 8), torch.randn(16, 8), torch.randint(4, (16,))
+
+    def act():
+        with torch.no_grad():
+            model(one)
+
+    def call():
+        if how == "paused":
+            with streamnorm.paused(model):
+                act()
+        else:
+            model.eval()
+            act()
+            model.train()
+        optimizer.zero_grad()
+        F.cross_entropy(model(many), target).backward()
+        optimizer.step()
+
+    return Run(call, model)
+
+
+def agent(how):
+    return {OURS: lambda: agent_step(StreamingNorm, how), "nn.LayerNorm": lambda: agent_step(nn.LayerNorm, how)}
 
 
 def net_b_compiled():
@@ -323,6 +354,8 @@ CASES = [
     Case("recurrent/GRU", partial(recurrent, "GRU", LayerNormGRU), {"torch.nn.GRU": 0.5, "LayerNorm loop": 0.2}),
     Case("recurrent/GRU-one_hot", characters, {"torch.nn.GRU": 0.5}),
     Case("net_a/batch1", net_a, {"nn.LayerNorm": 1.15}, more=300),
+    Case("agent/eval", partial(agent, "eval"), more=30),
+    Case("agent/paused", partial(agent, "paused"), more=30),
     Case(
         "memory/32x64x32x32",
         partial(beside, StreamingNorm, ["nn.BatchNorm2d"], (32, 64, 32, 32)),

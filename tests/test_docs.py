@@ -6,6 +6,7 @@ import runpy
 import subprocess
 import sys
 from collections import Counter
+from contextlib import nullcontext
 from itertools import product
 from pathlib import Path
 
@@ -127,6 +128,22 @@ def test_the_benchmark_of_cost(tmp_path):
     refused = run_script(*common, "--only", "nothing")
     assert refused.returncode == 2
     assert "there are layers/" in refused.stderr
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # forward and backward alone are no weight updates
+def test_every_case_of_the_benchmark_runs(monkeypatch):
+    """Each contender is built and called once; what the compiler makes of one is another test's business."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    from cases import CASES
+
+    stance = getattr(torch.compiler, "set_stance", None)
+    with stance("force_eager") if stance else nullcontext():
+        for case in CASES:
+            for contender, make in case.contenders().items():
+                try:
+                    make().call()
+                except ValueError as refused:  # batch norm, of one sample
+                    assert "more than 1 value" in str(refused), (case.name, contender)
 
 
 def test_the_committed_results_are_whole_and_quoted_as_they_are():
