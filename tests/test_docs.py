@@ -142,8 +142,9 @@ def test_every_case_of_the_benchmark_runs(monkeypatch):
             for contender, make in case.contenders().items():
                 try:
                     make().call()
-                except ValueError as refused:  # batch norm, of one sample
-                    assert "more than 1 value" in str(refused), (case.name, contender)
+                except ValueError as refused:
+                    if "more than 1 value" not in str(refused):  # batch norm, of one sample
+                        raise AssertionError((case.name, contender)) from refused
 
 
 def test_the_committed_results_are_whole_and_quoted_as_they_are():
@@ -259,5 +260,5 @@ def test_the_bytes_of_a_merge_are_those_of_the_page():
     assert f"({len(sizes)} norms of {sizes[0]} channels)" in page
     for batches in (1, 4, 32):
         theirs = sum(4 * (2 * c + 1) + 4 * 2 * c for c in sizes) * batches
-        ours = sum(4 * (8 * c + 6) for c in sizes)
+        ours = sum(4 * (8 * c + 7) for c in sizes)
         assert f"| {batches} | 1, {ours:,} | {2 * len(sizes) * batches}, {theirs:,} |" in page

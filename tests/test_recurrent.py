@@ -680,18 +680,18 @@ class Mine(GRU):
 WRONG_ARGUMENTS = [
     (
         lambda: GRU(3, 5, 1, True),
-        "^GRU: True after input_size, hidden_size, num_layers, .*name the others .*bias=, batch",
+        r"^GRU\(\) takes input_size, hidden_size, num_layers by position, .*True: .*bias=, batch",
     ),
-    (lambda: RNN(3, 5, 1, "relu", True), "^RNN: 'relu', True after input_size, hidden_size, num_layers"),
-    (lambda: LSTM(3, 5, batchfirst=True), "^LSTM: unknown argument batchfirst=True, use batch_first="),
-    (lambda: LSTM(3, 5, proj_size=2), r"^LSTM: unknown argument proj_size=2 .*cell_norm="),
-    (lambda: RNN(3), "^RNN: missing .*hidden_size.*, it takes input_size, hidden_size, num_layers"),
-    (lambda: GRUCell(3, 5, False), "^GRUCell: False after input_size, hidden_size, .*reset_after="),
-    (lambda: RNNCell(3, 5, biass=False), "^RNNCell: unknown argument biass=False, use bias="),
-    (lambda: LSTMCell(), "^LSTMCell: missing .*input_size"),
-    (lambda: ConvRNN(3, 5, 1, 3), "^ConvRNN: 3 after input_channels, hidden_channels, num_layers.*kernel_size="),
-    (lambda: ConvGRU(3, 5, kernel=3), "^ConvGRU: unknown argument kernel=3, use kernel_size="),
-    (lambda: Mine(3, 5, 1, True), "^GRU: True after"),
+    (lambda: RNN(3, 5, 1, "relu", True), r"^RNN\(\) takes input_size, .* 'relu', True: pass the rest by name: norm="),
+    (lambda: LSTM(3, 5, batchfirst=True), r"^LSTM\(\) takes no batchfirst=: did you mean batch_first="),
+    (lambda: LSTM(3, 5, proj_size=2), r"^LSTM\(\) takes no proj_size=: .*cell_norm"),
+    (lambda: RNN(3), r"^RNN.__init__\(\) missing .*hidden_size"),
+    (lambda: GRUCell(3, 5, False), r"^GRUCell\(\) takes input_size, hidden_size by position, .*False: .*reset_after="),
+    (lambda: RNNCell(3, 5, biass=False), r"^RNNCell\(\) takes no biass=: did you mean bias="),
+    (lambda: LSTMCell(), r"^LSTMCell.__init__\(\) missing .*input_size"),
+    (lambda: ConvRNN(3, 5, 1, 3), r"^ConvRNN\(\) takes input_channels, hidden_channels, num_layers .*kernel_size="),
+    (lambda: ConvGRU(3, 5, kernel=3), r"^ConvGRU\(\) takes no kernel=: did you mean kernel_size="),
+    (lambda: Mine(3, 5, 1, True), r"^GRU\(\) takes input_size"),
 ]
 
 

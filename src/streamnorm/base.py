@@ -106,7 +106,9 @@ class Norm(nn.Module):
             self.check_elements(x)
         self._check_space(x)
         if not torch.compiler.is_compiling():
-            check_memory(input=x, weight=self._parameters.get("weight"), bias=self._parameters.get("bias"))
+            for name, tensor in (("input", x), *self._parameters.items()):
+                if tensor is not None:
+                    check_memory(name, tensor)
             x = materialized(x)
             self.remember(x.ndim if mask is None else 0)
         return x, mask
@@ -310,11 +312,13 @@ def materialized(tensor: Tensor) -> Tensor:
     return tensor.clone() if tensor._is_zerotensor() else tensor
 
 
-def check_memory(**tensors: Tensor | None) -> None:
-    """Whether these tensors still have the memory that they are read from."""
-    for name, tensor in tensors.items():
-        if tensor is not None and not in_memory(tensor):
-            raise RuntimeError(f"{name} has no memory for its shape: its storage was freed or resized by hand")
+def check_memory(name: str, tensor: Tensor) -> None:
+    """Refuse a tensor whose storage was resized under it: torch and the kernels would read beyond its end."""
+    if not in_memory(tensor):
+        raise ValueError(
+            f"{name} of shape {tuple(tensor.shape)} has {tensor.untyped_storage().nbytes()} bytes of memory, fewer "
+            "than its shape needs: the storage was resized or freed; resize it back, or give the values anew"
+        )
 
 
 def mask_over_channels(mask: Tensor, x: Tensor) -> Tensor:

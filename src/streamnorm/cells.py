@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from .base import Device, check_count, mask_over_channels
+from .hints import hinted
 from .moments import masked
 from .recurrence import LSTM_KIND, RNN_KIND, Factory, Linear
-from .recurrentbase import ACTIVATIONS, EitherGRU, RecurrentBase, constructor
+from .recurrentbase import ACTIVATIONS, EitherGRU, RecurrentBase
 from .streaming import StreamingNorm
 
 
@@ -59,6 +60,7 @@ class _Cell(RecurrentBase):
         return f"{self.input_size}, {self.hidden_size}, nonlinearity={self.nonlinearity!r}"
 
 
+@hinted
 class RNNCell(_Cell):
     """h' = f(N(W_x x) + N(W_h h)), each product with its own norm; see `RNN`.
 
@@ -74,7 +76,6 @@ class RNNCell(_Cell):
 
     kind = RNN_KIND
 
-    @constructor
     def __init__(
         self,
         input_size: int,
@@ -89,6 +90,7 @@ class RNNCell(_Cell):
         super().__init__(input_size, hidden_size, norm, nonlinearity, bias, False, device, dtype)
 
 
+@hinted
 class GRUCell(EitherGRU, _Cell):
     """One step of the paper's GRU, which resets the hidden state before its matrix product; see `GRU`.
 
@@ -98,7 +100,6 @@ class GRUCell(EitherGRU, _Cell):
     torch.Size([2, 5])
     """
 
-    @constructor
     def __init__(
         self,
         input_size: int,
@@ -115,6 +116,7 @@ class GRUCell(EitherGRU, _Cell):
         self._choose(reset_after)
 
 
+@hinted
 class LSTMCell(_Cell):
     """One step of a normalized LSTM, state `(h, c)`; see `LSTM`.
 
@@ -125,7 +127,6 @@ class LSTMCell(_Cell):
 
     kind = LSTM_KIND
 
-    @constructor
     def __init__(
         self,
         input_size: int,

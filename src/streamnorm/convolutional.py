@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from .base import Device
+from .hints import hinted
 from .recurrence import RNN_KIND, Convolution, Factory
 from .recurrent import SequenceLayer
-from .recurrentbase import EitherGRU, constructor
+from .recurrentbase import EitherGRU
 from .streaming import StreamingNorm
 
 
@@ -30,6 +31,7 @@ class _Convolutional(SequenceLayer):
         return super().extra_repr() + f", kernel_size={self.kernel_size}"
 
 
+@hinted
 class ConvRNN(_Convolutional):
     """h_t = f(N(W_x * x_t) + N(W_h * h_{t-1})) with convolutions, for image sequences `(N, T, C, H, W)`.
 
@@ -43,7 +45,6 @@ class ConvRNN(_Convolutional):
 
     kind = RNN_KIND
 
-    @constructor
     def __init__(
         self,
         input_channels: int,
@@ -70,6 +71,7 @@ class ConvRNN(_Convolutional):
         )
 
 
+@hinted
 class ConvGRU(EitherGRU, _Convolutional):
     """The paper's GRU with convolutions in place of matrix products; shapes as in `ConvRNN`, `reset_after` as in `GRU`.
 
@@ -78,7 +80,6 @@ class ConvGRU(EitherGRU, _Convolutional):
     torch.Size([2, 5, 8, 16, 16])
     """
 
-    @constructor
     def __init__(
         self,
         input_channels: int,

@@ -63,5 +63,5 @@ def _why_not(kind: type, init: Callable[..., None], args: tuple[Any, ...], kwarg
 def _instead(name: str, names: list[str]) -> str:
     if name in FOREIGN:
         return FOREIGN[name]
-    meant = get_close_matches(name, names, 1)
+    meant = get_close_matches(name, names, 1, 0.7)
     return f"did you mean {meant[0]}=?" if meant else f"it takes {', '.join(names)}"

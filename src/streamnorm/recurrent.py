@@ -7,10 +7,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
-from .base import Device, Norm, check_count, is_number
+from .base import Device, Norm, check_count, check_memory, is_number
+from .hints import hinted
 from .packing import checked_lengths, checked_packing
 from .recurrence import LSTM_KIND, RNN_KIND, Factory, Linear, Product, State, run_packed
-from .recurrentbase import ACTIVATIONS, EitherGRU, RecurrentBase, check_memory, constructor
+from .recurrentbase import ACTIVATIONS, EitherGRU, RecurrentBase
 from .streaming import StreamingNorm
 
 STATE = "(num_layers * directions, N, hidden_size"
@@ -170,6 +171,7 @@ class _Linear(SequenceLayer):
         return super().extra_repr() + f", batch_first={self.batch_first}"
 
 
+@hinted
 class RNN(_Linear):
     """A normalized recurrent network: h_t = f(N(W_x x_t) + N(W_h h_{t-1})), called like `torch.nn.RNN`.
 
@@ -191,7 +193,6 @@ class RNN(_Linear):
 
     kind = RNN_KIND
 
-    @constructor
     def __init__(
         self,
         input_size: int,
@@ -222,6 +223,7 @@ class RNN(_Linear):
         )
 
 
+@hinted
 class GRU(EitherGRU, _Linear):
     """The paper's normalized GRU, called like `torch.nn.GRU` but by default not the same function:
 
@@ -236,7 +238,6 @@ class GRU(EitherGRU, _Linear):
     torch.Size([7, 4, 5])
     """
 
-    @constructor
     def __init__(
         self,
         input_size: int,
@@ -269,6 +270,7 @@ class GRU(EitherGRU, _Linear):
         self._choose(reset_after)
 
 
+@hinted
 class LSTM(_Linear):
     """A normalized LSTM, called like `torch.nn.LSTM`; not in the paper, by the same rule.
 
@@ -282,7 +284,6 @@ class LSTM(_Linear):
 
     kind = LSTM_KIND
 
-    @constructor
     def __init__(
         self,
         input_size: int,

@@ -1,52 +1,17 @@
 """What recurrent cells and sequence layers share: their weights and norms, and the checks at the door."""
 
-from collections.abc import Callable, Sequence
-from difflib import get_close_matches
-from functools import wraps
-from inspect import signature
+from collections.abc import Sequence
 from math import prod, sqrt
-from typing import Any, Concatenate, ParamSpec, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .base import Device, Norm, check_dtype
+from .base import Device, Norm, check_dtype, check_memory
 from .kernels import in_memory
 from .recurrence import GRU_KIND, GRU_RESET_AFTER_KIND, Factory, Gates, Kind, Norms, Product, State, has_hooks
 
 ACTIVATIONS = {"tanh": torch.tanh, "relu": torch.relu}
-Arguments = ParamSpec("Arguments")
-Construct = Callable[Concatenate[Any, Arguments], None]
-
-
-def constructor(init: Construct[Arguments]) -> Construct[Arguments]:
-    """An `__init__` whose wrong arguments get an error that names the public class and what it takes."""
-    known = signature(init)
-    _, *parameters = known.parameters.values()
-    by_place = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
-    by_name = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
-
-    @wraps(init)
-    def checked(self: Any, *args: Arguments.args, **kwargs: Arguments.kwargs) -> None:
-        try:
-            known.bind(self, *args, **kwargs)
-        except TypeError as wrong:
-            ours = (c.__name__ for c in type(self).__mro__ if c.__module__.startswith(f"{__package__}."))
-            name = next(each for each in ours if not each.startswith("_"))
-            rest = ", ".join(f"{each}=" for each in by_name)
-            unknown = [each for each in kwargs if each not in known.parameters]
-            if len(args) > len(by_place):
-                values = ", ".join(map(repr, args[len(by_place) :]))
-                why = f"{values} after {', '.join(by_place)}, which alone go by position: name the others"
-            elif unknown:
-                near = get_close_matches(unknown[0], [*by_place, *by_name], 1, 0.7)
-                why = f"unknown argument {unknown[0]}={kwargs[unknown[0]]!r}" + (f", use {near[0]}=" if near else "")
-            else:
-                why = f"{wrong}, it takes {', '.join(by_place)}"
-            raise TypeError(f"{name}: {why} ({rest})") from None
-        init(self, *args, **kwargs)
-
-    return cast(Construct[Arguments], checked)
 
 
 class RecurrentBase(nn.Module):
@@ -208,15 +173,6 @@ class RecurrentBase(nn.Module):
 
     def _packaged(self, state: State) -> Any:
         return state if self.kind.states > 1 else state[0]
-
-
-def check_memory(name: str, tensor: Tensor) -> None:
-    """Refuse a tensor whose storage was resized under it: torch and the kernels would read beyond its end."""
-    if not in_memory(tensor):
-        raise ValueError(
-            f"{name} of shape {tuple(tensor.shape)} has {tensor.untyped_storage().nbytes()} bytes of memory, fewer "
-            "than its shape needs: the storage was resized or freed; resize it back, or give the values anew"
-        )
 
 
 def _is_vector(tensor: Tensor, size: int) -> bool:

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from . import distributed, stream
-from .base import Device, Norm, moved, outside_inference_mode, statistics_like
+from .base import Device, Norm, check_memory, moved, outside_inference_mode, statistics_like
 from .distributed import SameGroup, Share
-from .kernels import in_memory
 from .listener import Listener
 from .loading import BATCHNORM_KEYS, batchnorm_faults, batchnorm_statistics, fault, is_batchnorm, sigma_fault
 from .rules import Rules, folded
@@ -175,8 +174,7 @@ class Stateful(Norm, Listener):
         like = self._state.mean
         dtype, device = like.dtype, like.device
         for name, tensor in stream.to_dict(self._state).items():
-            if not in_memory(tensor):
-                raise RuntimeError(f"{name} of {type(self).__name__} has no memory: its storage was freed by hand")
+            check_memory(name, tensor)
             if tensor.device != device or tensor.dtype != stream.dtype_of(name, dtype, device):
                 raise RuntimeError(
                     f"{name} of {type(self).__name__} is {tensor.dtype} on {tensor.device}, where mean is {dtype} on "
