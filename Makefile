@@ -22,7 +22,7 @@ SANITIZED := build/sanitized
 CALLS ?= 100000
 SEED ?= 0
 UNDER_SANITIZERS = LD_PRELOAD="$(shell gcc -print-file-name=libasan.so) $(shell gcc -print-file-name=libubsan.so)" \
-	ASAN_OPTIONS=detect_leaks=0:malloc_context_size=5 UBSAN_OPTIONS=print_stacktrace=1 PYTHONMALLOC=malloc PYTHONPATH=$(SANITIZED)/lib $(RUN)
+	ASAN_OPTIONS=detect_leaks=0:malloc_context_size=2:quarantine_size_mb=64 UBSAN_OPTIONS=print_stacktrace=1 PYTHONPATH=$(SANITIZED)/lib $(RUN)
 
 test-sanitized: $(VENV)/.ready  ## the kernels with checks of addresses and undefined behaviour: tests, CALLS random calls from SEED on, threads
 	rm -rf $(SANITIZED)

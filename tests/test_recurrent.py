@@ -680,7 +680,7 @@ class Mine(GRU):
 WRONG_ARGUMENTS = [
     (
         lambda: GRU(3, 5, 1, True),
-        r"^GRU\(\) takes input_size, hidden_size, num_layers by position, .*True: .*bias=, batch",
+        r"^GRU\(\) takes input_size, hidden_size, num_layers by position, .*True: .*batch_first=",
     ),
     (lambda: RNN(3, 5, 1, "relu", True), r"^RNN\(\) takes input_size, .* 'relu', True: pass the rest by name: norm="),
     (lambda: LSTM(3, 5, batchfirst=True), r"^LSTM\(\) takes no batchfirst=: did you mean batch_first="),
