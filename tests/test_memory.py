@@ -35,6 +35,30 @@ def test_memory_that_moves(outcomes, name):
     assert outcomes[name] == ""
 
 
+def learn(layer, done):
+    torch.set_num_threads(1)
+    for _ in range(3):
+        layer(torch.randn(4, 2)).sum().backward()
+    done.put(int(layer.stats.count))
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_statistics_are_shared_with_other_processes_if_memory_is(shared):
+    """Sent to a real process, which trains the layer."""
+    layer = StreamingNorm(2)
+    layer.state_dict()
+    if shared:
+        layer.share_memory()
+    context = torch.multiprocessing.get_context("spawn")
+    done = context.SimpleQueue()
+    process = context.Process(target=learn, args=(layer, done))
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
+    assert done.get() == 3
+    assert int(layer.stats.count) == (3 if shared else 0)
+
+
 @pytest.mark.parametrize("make", [lambda: StreamingNorm(4), lambda: GRU(3, 4), lambda: StreamingNorm(4, ref="BA6")])
 def test_a_trained_layer_is_freed_without_the_collector(make):
     layer = make()

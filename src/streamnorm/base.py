@@ -106,9 +106,7 @@ class Norm(nn.Module):
             self.check_elements(x)
         self._check_space(x)
         if not torch.compiler.is_compiling():
-            for name, tensor in (("input", x), *self._parameters.items()):
-                if tensor is not None:
-                    check_memory(name, tensor)
+            check_memory(input=x, **self._parameters)
             x = materialized(x)
             self.remember(x.ndim if mask is None else 0)
         return x, mask
@@ -204,7 +202,7 @@ class Norm(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
         # A copy is not paused, and makes its own plans.
-        return {key: value for key, value in state.items() if key not in ("_paused", "_plan", "_known")}
+        return {key: value for key, value in state.items() if key not in ("_paused", "_plan", "_known", "_sent")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         watch_encoders(Norm)  # in another process this may be the first norm
@@ -312,13 +310,14 @@ def materialized(tensor: Tensor) -> Tensor:
     return tensor.clone() if tensor._is_zerotensor() else tensor
 
 
-def check_memory(name: str, tensor: Tensor) -> None:
-    """Refuse a tensor whose storage was resized under it: torch and the kernels would read beyond its end."""
-    if not in_memory(tensor):
-        raise ValueError(
-            f"{name} of shape {tuple(tensor.shape)} has {tensor.untyped_storage().nbytes()} bytes of memory, fewer "
-            "than its shape needs: the storage was resized or freed; resize it back, or give the values anew"
-        )
+def check_memory(**tensors: Tensor | None) -> None:
+    """Refuse tensors whose storage was resized under them: torch and the kernels would read beyond its end."""
+    for name, tensor in tensors.items():
+        if tensor is not None and not in_memory(tensor):
+            raise ValueError(
+                f"{name} of shape {tuple(tensor.shape)} has {tensor.untyped_storage().nbytes()} bytes of memory, fewer "
+                "than its shape needs: the storage was resized or freed; resize it back, or give the values anew"
+            )
 
 
 def mask_over_channels(mask: Tensor, x: Tensor) -> Tensor:

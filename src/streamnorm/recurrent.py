@@ -152,7 +152,7 @@ class _Linear(SequenceLayer):
             return
         if x.ndim + 1 not in dims:
             raise ValueError(f"indices of shape {tuple(x.shape)}: expected {layout}, without the features")
-        check_memory("input", x)
+        check_memory(input=x)
         if x.numel() and not (0 <= int(x.min()) <= int(x.max()) < self.input_size):
             raise ValueError(
                 f"indices from {int(x.min())} to {int(x.max())}: they stand for one-hot vectors of input_size="

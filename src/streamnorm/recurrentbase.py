@@ -107,7 +107,7 @@ class RecurrentBase(nn.Module):
                 f"{name} is {tensor.dtype} on {tensor.device}, the input {like.dtype} on {like.device}: convert the "
                 "input, or the whole layer with layer.to(...)"
             )
-        check_memory(name, tensor)
+        check_memory(**{name: tensor})
 
     def _check_affine(self) -> None:
         """Gains and biases of the norms; those of a norm with hooks may be brought by them."""
@@ -122,7 +122,7 @@ class RecurrentBase(nn.Module):
                         f"{path}.{name} is {vector.dtype} of shape {tuple(vector.shape)}: a norm of "
                         f"{norm.num_features} features needs floating point of shape ({norm.num_features},)"
                     )
-                check_memory(f"{path}.{name}", vector)
+                check_memory(**{f"{path}.{name}": vector})
 
     def _input_products(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if x.is_floating_point():
@@ -145,7 +145,7 @@ class RecurrentBase(nn.Module):
             )
         if x.layout != torch.strided:
             raise TypeError(f"input is {x.layout}: pass a dense tensor, such as x.to_dense()")
-        check_memory("input", x)
+        check_memory(input=x)
 
     def _states(self, hx: Any, shape: tuple[int, ...], meaning: str, x: Tensor) -> State:
         """The initial state, checked; zeros by default. `meaning`: of its shape."""
@@ -168,7 +168,7 @@ class RecurrentBase(nn.Module):
                     f"hx is {s.dtype}, {s.layout} on {s.device}, the input {x.dtype} on {x.device}: convert it, as "
                     "with hx.to_dense().to(x)"
                 )
-            check_memory("hx", s)
+            check_memory(hx=s)
         return states
 
     def _packaged(self, state: State) -> Any:

@@ -109,6 +109,8 @@ def stream_statistics(rules: Rules, before: State, x: Tensor, mask: Tensor | Non
     if s.present is not None:
         absent = torch.where(before.seen == 0, layer, latest)
     value, accept = mini_batch_statistics(s, absent)
+    if rules.warmup:
+        accept = accept & all_finite(layer)  # a sum over the layer overflows before its parts do
     stats = stream.push(before.stats, value, accept)
     new = torch.where(accept, elements_per_statistic(s), 0).to(before.seen.dtype)
     seen, elements = before.seen + new, before.elements + new

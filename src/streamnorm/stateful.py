@@ -174,7 +174,7 @@ class Stateful(Norm, Listener):
         like = self._state.mean
         dtype, device = like.dtype, like.device
         for name, tensor in stream.to_dict(self._state).items():
-            check_memory(name, tensor)
+            check_memory(**{name: tensor})
             if tensor.device != device or tensor.dtype != stream.dtype_of(name, dtype, device):
                 raise RuntimeError(
                     f"{name} of {type(self).__name__} is {tensor.dtype} on {tensor.device}, where mean is {dtype} on "
@@ -207,9 +207,9 @@ class Stateful(Norm, Listener):
     def __getstate__(self) -> dict[str, Any]:
         # Whoever pickles for another process moves what it is given to shared memory, in place. That must not be the
         # state that a call may be using; what `share_memory()` has put there already stays where it is.
-        shared = self._state.mean.untyped_storage().is_shared()
-        state = super().__getstate__() | {"process_group": SameGroup(self.process_group)}
-        return state | {"_state": self._state if shared else stream.copied(self._state)}
+        sent = self._state if self._state.mean.untyped_storage().is_shared() else stream.copied(self._state)
+        self.__dict__["_sent"] = sent  # until the other process has it
+        return super().__getstate__() | {"process_group": SameGroup(self.process_group), "_state": sent}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         group = state["process_group"]
@@ -224,6 +224,7 @@ class Stateful(Norm, Listener):
         state = stream.to_dict(stream.copied(self._state))
         self._state = stream.from_dict({name: _moved(name, tensor, fn) for name, tensor in state.items()})
         self.seen_before = _moved("seen", self.seen_before, fn)
+        self._shared = False  # nobody else has these
         return self
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:

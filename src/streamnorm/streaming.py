@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from . import checkpointing, kernels, stream
-from .base import Device, is_number, numbers, outside_inference_mode
+from .base import Device, check_memory, is_number, numbers, outside_inference_mode
 from .compiled import stream_compiled
 from .dispatch import apply, compute_dtype, evaluate, fused_layout, fused_settings, fuses_compiled
 from .distributed import check_group
@@ -241,12 +241,14 @@ class StreamingNorm(Stateful):
         return begun if repetition.reentrant else begun._replace(grads_into=begun.state)
 
     def _begin_call(self) -> Begun:
-        self._check_state()
         if not self.collects:
             state = self._state
+            check_memory(mean=state.mean, sigma=state.sigma)
             if torch.is_grad_enabled() or transformed():  # backward may come after later calls changed the statistics
                 state = replace(state, mean=state.mean.clone(), sigma=state.sigma.clone())
             return Begun(state, False)
+        if self._planned() is None:  # then nobody has looked at all of it
+            self._check_state()
         self._forward_runs(self._parameters.get("weight"))
         state = self._settled()
         if self._marked and self.process_group is not None:

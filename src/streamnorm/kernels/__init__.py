@@ -87,6 +87,8 @@ def in_memory(tensor: Tensor) -> bool:
     """Whether a tensor has the memory that its shape asks for, or needs none: a storage can be resized under it."""
     if torch.compiler.is_compiling() or type(tensor) not in (Tensor, Parameter) or transformed():
         return True
+    if _native is not None and all_plain(tensor) and tensor.is_contiguous():  # which has looked at that
+        return True
     if tensor.layout != torch.strided or not tensor.is_cpu or tensor._is_zerotensor():
         return True
     last = tensor.numel()
@@ -118,10 +120,10 @@ def _tensors(state: State) -> tuple[Tensor, ...]:
 def holds(state: State, channels: int) -> bool:
     """Whether the kernels can write into a state: every tensor of it is looked at."""
     stream = [(torch.float32, (2, channels))] * 2 + [(torch.int64, ()), (torch.bool, ()), (torch.bool, ())]
-    wanted = stream * 2 + [(torch.float32, (channels,))] * 2 + [(torch.float64, ())] * 3
+    wanted = stream * 2 + [(torch.float32, (channels,))] * 2 + [(torch.float64, ())] * 3 + [(torch.float32, ())]
     return all(
         is_plain(tensor, dtype) and tensor.shape == shape and tensor.is_contiguous() and in_memory(tensor)
-        for tensor, (dtype, shape) in zip(_tensors(state), wanted, strict=True)
+        for tensor, (dtype, shape) in zip([*_tensors(state), state.loss_scale], wanted, strict=True)
     )
 
 

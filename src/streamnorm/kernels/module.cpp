@@ -151,6 +151,7 @@ PyObject* sequence_backward(PyObject*, PyObject* const* args, Py_ssize_t count) 
 struct Words {
     PyObject *tensor, *parameter, *float32;  // types of plain tensors, and the type of their numbers
     PyObject *dtype, *is_cpu, *is_nested, *is_neg, *data_ptr, *storage_offset, *shape, *is_contiguous;
+    PyObject *untyped_storage, *nbytes, *numel;
 } words;
 
 PyObject* introduce(PyObject*, PyObject* const* args, Py_ssize_t count) {
@@ -162,6 +163,9 @@ PyObject* introduce(PyObject*, PyObject* const* args, Py_ssize_t count) {
     } const names[] = {{&words.dtype, "dtype"},         {&words.is_cpu, "is_cpu"},     {&words.is_nested, "is_nested"},
                        {&words.is_neg, "is_neg"},       {&words.data_ptr, "data_ptr"}, {&words.shape, "shape"},
                        {&words.storage_offset, "storage_offset"},
+                       {&words.untyped_storage, "untyped_storage"},
+                       {&words.nbytes, "nbytes"},
+                       {&words.numel, "numel"},
                        {&words.is_contiguous, "is_contiguous"}};
     for (const auto& each : names)
         if (!(*each.at = PyUnicode_InternFromString(each.name))) return nullptr;
@@ -185,6 +189,16 @@ int64_t number(PyObject* tensor, PyObject* name) {
     return result;
 }
 
+// Memory that does not begin at 0, and holds as many numbers as there are.
+bool has_memory(PyObject* tensor) {
+    const int64_t size = sizeof(float), before = number(tensor, words.storage_offset) * size;
+    if (number(tensor, words.data_ptr) == before) return false;
+    PyObject* storage = PyObject_CallMethodObjArgs(tensor, words.untyped_storage, nullptr);
+    const int64_t bytes = storage ? number(storage, words.nbytes) : 0;
+    Py_XDECREF(storage);
+    return bytes >= before + number(tensor, words.numel) * size;
+}
+
 // As `is_plain` of kernels/__init__.py, in float32.
 bool is_plain(PyObject* tensor) {
     PyObject* type = (PyObject*)Py_TYPE(tensor);
@@ -192,8 +206,7 @@ bool is_plain(PyObject* tensor) {
     PyObject* dtype = PyObject_GetAttr(tensor, words.dtype);
     Py_XDECREF(dtype);
     return dtype == words.float32 && has(tensor, words.is_cpu) && !has(tensor, words.is_nested) &&
-           !does(tensor, words.is_neg) &&
-           number(tensor, words.data_ptr) != number(tensor, words.storage_offset) * (int64_t)sizeof(float);
+           !does(tensor, words.is_neg) && has_memory(tensor);
 }
 
 bool is_vector(PyObject* tensor, int64_t size) {
