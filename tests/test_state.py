@@ -5,12 +5,13 @@ import io
 import pickle
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from streamnorm import GeneralBatchNorm, SampleNorm, StreamingNorm, TimeSpecificNorm, kernels
+from streamnorm import GRU, GeneralBatchNorm, SampleNorm, StreamingNorm, TimeSpecificNorm, kernels
 from streamnorm.normref import CODES
 from streamnorm.stream import COUNTERS
 
@@ -694,3 +695,28 @@ def test_a_module_pickled_with_other_counters_goes_on():
     x = torch.randn(4, 3)
     assert torch.equal(older(x), layer(x))
     assert older.seen.dtype == torch.float64
+
+
+# Written by the version before counters were float64: a model of four layers, in the middle of a window.
+STATES = Path(__file__).parent / "states"
+
+
+def old_model(how):
+    if how == "module":
+        return torch.load(STATES / "module3.pt", weights_only=False)
+    layers = {"rows": StreamingNorm(3), "located": StreamingNorm(2, ref="BA6"), "batch": GeneralBatchNorm(3)}
+    model = nn.ModuleDict(layers | {"gru": GRU(3, 4)})
+    model.load_state_dict(torch.load(STATES / "version3.pt", weights_only=True))
+    return model
+
+
+@pytest.mark.parametrize("how", ["state_dict", "module"])
+def test_what_an_earlier_version_saved_goes_on(how):
+    expected = torch.load(STATES / "expected3.pt", weights_only=True)
+    model = old_model(how)
+    for mode in ("next", "eval"):
+        model.train(mode == "next")
+        x, image = expected["x"], expected["image"]
+        found = model["batch"](model["rows"](x)).sum() + model["located"](image).square().sum()
+        found = found + model["gru"](x.unsqueeze(0))[0].square().sum()
+        torch.testing.assert_close(found, expected[mode], rtol=1e-5, atol=1e-5)

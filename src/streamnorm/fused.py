@@ -151,15 +151,14 @@ class _StreamSequence(torch.autograd.Function):
         written = [(as_kernels_hold(state, hidden), scale) for state, _, scale in received]
         dproducts, drecurrent, dstart = map(torch.empty_like, (products, recurrent, start))
         sums = weight.new_empty((2 * plan.gates, 2, hidden))
+        dweight = torch.empty_like(weight) if ctx.needs_input_grad[2] else None  # before anything is streamed
         fixed = _sequence_arguments(plan, hidden, affine, written)
         kernels.sequence_backward(fixed, (*saved, doutput, dfinal, dproducts, drecurrent, dstart, sums))
         for (state, *_), (copy, _) in zip(received, written, strict=True):
             if copy is not state:
                 write_stream(state.grads, copy.grads)
 
-        dweight = None
-        if ctx.needs_input_grad[2]:
-            dweight = torch.empty_like(weight)
+        if dweight is not None:
             split = hidden if plan.gates == 1 else 2 * hidden  # the last gate of a GRU multiplies h * r
             torch.mm(drecurrent[:, :split].t(), before, out=dweight[:split])
             if plan.gates == 3:
