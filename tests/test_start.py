@@ -210,7 +210,23 @@ def test_the_command_answers_without_torch(arguments, code, words, tmp_path):
 # Ctrl-C and closed pipes
 
 # As the installed command starts, and a word when it has: before that it is Python that starts.
-ENTERED = "import sys; from streamnorm.__main__ import main; print('entered', flush=True); sys.exit(main())"
+# Says so as soon as it listens to Ctrl-C: before that, it is Python's own start.
+ENTERED = """
+import signal, sys
+from streamnorm.__main__ import main
+
+heed = signal.signal
+
+
+def noted(*arguments):
+    heed(*arguments)
+    signal.signal = heed
+    print("entered", flush=True)
+
+
+signal.signal = noted
+sys.exit(main())
+"""
 
 
 def start(*command, **options):
