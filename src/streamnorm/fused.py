@@ -55,29 +55,27 @@ class _StreamLayer(torch.autograd.Function):
             y = x.new_empty(x.shape)
         kept = torch.empty(plan.kept_size, dtype=torch.float32)
         kernels.layer_forward(plan.settings, plan.record, layout, x, weight, bias, kept, y)
-        ctx.call, ctx.strides = call, (x.stride(), y.stride())
-        ctx.save_for_backward(x, weight, kept)
+        # What the kernel kept is nobody else's: no hook on saved tensors gets it, so it needs no looking at again.
+        ctx.call, ctx.strides, ctx.kept = call, (x.stride(), y.stride()), kept
+        ctx.save_for_backward(x, weight)
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             refuse_second_derivative()
-        x, weight, kept = ctx.saved_tensors
-        (layout, plan, receiver), (x_strides, strides) = ctx.call, ctx.strides
-        channels, kept_size = layout[2], plan.kept_size
+        x, weight = ctx.saved_tensors
+        (layout, plan, receiver), (x_strides, strides), channels = ctx.call, ctx.strides, ctx.call[0][2]
         if not (
             x.stride() == x_strides
             and dy.stride() == strides
             and x.shape == dy.shape
             and kernels.all_plain(x, dy)
             and kernels.all_vectors(channels, weight)
-            and kernels.all_vectors(kept_size, kept)
         ):  # hooks may have moved what was saved, or it was moved under autograd's hands; gradients are of any kind
             dy = as_laid_out(dy, dy.shape, strides)
             x, layout = as_laid_out(x, dy.shape, strides), (*layout[:4], channels)
             weight = None if weight is None else as_laid_out(weight, (channels,), (1,))
-            kept = as_laid_out(kept, (kept_size,), (1,))
         needs_x, needs_gain, needs_bias, _ = ctx.needs_input_grad
         dx = torch.empty_like(dy) if needs_x else None
         dgain = torch.empty(channels, dtype=torch.float32)
@@ -85,7 +83,7 @@ class _StreamLayer(torch.autograd.Function):
         state, record, scale = receiver()
         written = state if record else as_kernels_hold(state, channels)
         record = record or kernels.addresses(kernels.state_readers(written))
-        kernels.layer_backward(plan.settings, record, layout, x, weight, kept, dy, scale, (dx, dgain, dbias))
+        kernels.layer_backward(plan.settings, record, layout, x, weight, ctx.kept, dy, scale, (dx, dgain, dbias))
         if written is not state:
             write_stream(state.grads, written.grads)
         return dx, dgain if needs_gain else None, dbias if needs_bias else None, None
