@@ -160,6 +160,10 @@ def test_the_committed_results_are_whole_and_quoted_as_they_are():
     quoted = [line for line in (ROOT / "docs/lab.md").read_text().splitlines() if line.startswith("| lab/")]
     assert len(quoted) == 4
     assert set(quoted) <= measured
+    measured = set((folder / "agent/results.md").read_text().splitlines())
+    quoted = [line for line in (ROOT / "docs/guide.md").read_text().splitlines() if line.startswith("| agent/")]
+    assert len(quoted) == 4
+    assert set(quoted) <= measured
     measured = set((folder / "monitor/results.md").read_text().splitlines())
     quoted = [line for line in (ROOT / "docs/monitoring.md").read_text().splitlines() if line.startswith("| monitor/")]
     assert len(quoted) == 4
