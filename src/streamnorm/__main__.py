@@ -3,7 +3,7 @@
 import os
 import sys
 
-from .starting import stoppable
+from .starting import STOPPED, stoppable
 
 CLOSED_PIPE = 128 + 13  # as a shell names the end by SIGPIPE
 
@@ -16,6 +16,9 @@ def main() -> int:
             return cli.main()
         finally:
             sys.stdout.flush()
+    except KeyboardInterrupt:  # before the command has begun, or after its end
+        print("\nstreamnorm: stopped", file=sys.stderr)
+        return STOPPED
     except BrokenPipeError:  # whoever read has seen enough, as `head` has
         nowhere = os.open(os.devnull, os.O_WRONLY)
         for stream in (sys.stdout, sys.stderr):  # Python flushes them once more
