@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .dispatch import apply, native_operator
+from .dispatch import apply, materialized, native_operator
 from .encoders import watch_encoders
 from .kernels import in_memory
 from .moments import Moments, Statistic
@@ -303,11 +303,6 @@ def channels_second(x: Tensor, num_features: int, channel_dim: int) -> Tensor:
             f"layer has num_features={num_features}: expected {layout} (see channel_dim){one}"
         )
     return x if channel_dim == 1 else x.movedim(-1, 1)
-
-
-def materialized(tensor: Tensor) -> Tensor:
-    """With memory of its own, which a tensor of zeros that autograd made may lack."""
-    return tensor.clone() if tensor._is_zerotensor() else tensor
 
 
 def check_memory(**tensors: Tensor | None) -> None:

@@ -123,6 +123,11 @@ def evaluate(
     return plain.normalize(x.to(compute_dtype(x, mean)), mean, sigma, weight, bias, mask).to(x.dtype)
 
 
+def materialized(tensor: Tensor) -> Tensor:
+    """With memory of its own, which a tensor of zeros that autograd made may lack: it cannot be written to."""
+    return tensor.clone() if tensor._is_zerotensor() else tensor
+
+
 def compute_dtype(x: Tensor, statistics: Tensor) -> torch.dtype:
     """Arithmetic is done in the wider of the input's and the statistics' type, which is float32 at least."""
     return torch.promote_types(x.dtype, statistics.dtype)
@@ -141,7 +146,7 @@ class _Normalize(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative()
-        dy = dy.clone() if dy._is_zerotensor() else dy  # zeros without memory cannot be written to
+        dy = materialized(dy)
         x, weight, mask, mean, sigma, *moments = ctx.saved_tensors
         call = x, weight, mask, mean, sigma, Moments(*moments)
         dx, dgain, dbias = back_through(dy, *call, ctx.statistic, ctx.gradient, ctx.needs_input_grad[0])

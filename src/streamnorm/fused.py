@@ -209,7 +209,7 @@ def as_kernels_hold(state: State, channels: int) -> State:
     like = new_state((channels,), torch.empty(0))
     tensors, wanted = to_dict(state), to_dict(like)
     for name, tensor in tensors.items():
-        if tensor.shape != wanted[name].shape or tensor.is_meta or (tensor.is_cpu and tensor.data_ptr() == 0):
+        if tensor.shape != wanted[name].shape or tensor.is_meta or not kernels.in_memory(tensor):
             raise RuntimeError(
                 f"{name} of a streaming layer was replaced between its forward and its backward pass (shape "
                 f"{tuple(tensor.shape)} on {tensor.device}, for {channels} channels): its gradients have nowhere to go"
