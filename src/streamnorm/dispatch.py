@@ -124,8 +124,11 @@ def evaluate(
 
 
 def materialized(tensor: Tensor) -> Tensor:
-    """With memory of its own, which a tensor of zeros that autograd made may lack: it cannot be written to."""
-    return tensor.clone() if tensor._is_zerotensor() else tensor
+    """With memory of its own, which a tensor of zeros that autograd made may lack: it cannot be written to.
+
+    What the compiler hands to a graph has memory.
+    """
+    return tensor if torch.compiler.is_compiling() or not tensor._is_zerotensor() else tensor.clone()
 
 
 def compute_dtype(x: Tensor, statistics: Tensor) -> torch.dtype:
