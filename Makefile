@@ -27,8 +27,9 @@ UNDER_SANITIZERS = LD_PRELOAD="$(shell gcc -print-file-name=libasan.so) $(shell 
 test-sanitized: $(VENV)/.ready  ## the kernels with checks of addresses and undefined behaviour: tests, CALLS random calls from SEED on, threads
 	rm -rf $(SANITIZED)
 	CC=gcc CXX=g++ STREAMNORM_SANITIZE=1 $(RUN) setup.py -q build --build-lib $(SANITIZED)/lib --build-temp $(SANITIZED)/temp
-	$(UNDER_SANITIZERS) -c "from streamnorm.kernels import _native; assert '$(SANITIZED)' in _native.__file__"
+	$(UNDER_SANITIZERS) -c "from streamnorm.backends.cpu import _native; assert '$(SANITIZED)' in _native.__file__"
 	$(UNDER_SANITIZERS) -m pytest tests/test_kernels.py tests/test_sequence_kernels.py
+	$(UNDER_SANITIZERS) -m pytest tests/test_conformance.py -k "cpu and not compiled"
 	$(UNDER_SANITIZERS) tests/fuzz.py --calls $(CALLS) --seed $(SEED)
 	$(UNDER_SANITIZERS) tests/stress_threads.py
 
@@ -41,10 +42,10 @@ bench: $(VENV)/.ready  ## what everything costs against torch.nn, about six minu
 	MALLOC_MMAP_THRESHOLD_=268435456 MALLOC_TRIM_THRESHOLD_=536870912 $(RUN) benchmarks/bench.py
 
 clean:
-	rm -rf $(VENV) $(TRAINERS) build dist src/*.egg-info src/streamnorm/kernels/*.so .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(TRAINERS) build dist src/*.egg-info src/streamnorm/backends/cpu/*.so .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-KERNELS := $(wildcard src/streamnorm/kernels/*.cpp src/streamnorm/kernels/*.h)
+KERNELS := $(wildcard src/streamnorm/backends/cpu/*.cpp src/streamnorm/backends/cpu/*.h)
 
 $(TRAINERS)/.ready: pyproject.toml setup.py $(KERNELS)
 	$(PYTHON) -m venv $(TRAINERS)

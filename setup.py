@@ -12,7 +12,7 @@ from pathlib import Path
 
 from setuptools import Extension, setup
 
-FOLDER = Path("src/streamnorm/kernels")
+FOLDER = Path("src/streamnorm/backends/cpu")
 # After any CFLAGS of the user: NaN and inf must behave, or one bad batch would pass unnoticed.
 ARITHMETIC = ["-fno-fast-math", "-fno-math-errno", "-fno-trapping-math"]
 SANITIZE = os.environ.get("STREAMNORM_SANITIZE", "") not in ("", "0")
@@ -23,7 +23,7 @@ SMALL = ["-s"] if sys.platform == "linux" and not SANITIZE else []
 setup(
     ext_modules=[
         Extension(
-            "streamnorm.kernels._native",
+            "streamnorm.backends.cpu._native",
             sources=sorted(map(str, FOLDER.glob("*.cpp"))),
             depends=sorted(map(str, FOLDER.glob("*.h"))),
             extra_compile_args=["-std=c++17", *SPEED, "-fvisibility=hidden", "-Wno-psabi", *ARITHMETIC, *CHECKS],

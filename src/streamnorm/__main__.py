@@ -3,7 +3,10 @@
 import os
 import sys
 
-from .starting import STOPPED, stoppable
+try:
+    from .lab.starting import STOPPED, stoppable
+except ModuleNotFoundError:
+    sys.exit("streamnorm: this installation has no lab, which the command line is for: install the whole package")
 
 CLOSED_PIPE = 128 + 13  # as a shell names the end by SIGPIPE
 
@@ -11,7 +14,7 @@ CLOSED_PIPE = 128 + 13  # as a shell names the end by SIGPIPE
 def main() -> int:
     try:
         with stoppable():
-            from . import cli
+            from .lab import cli
         try:
             return cli.main()
         finally:

@@ -1,160 +1,137 @@
-"""The one place that chooses how a layer is computed: by the kernels for the CPU where they apply, by an operator that
-torch has for it, or in plain torch.
+"""Plain torch, on any device: the law that all other backends are tested against. It composes S, F, N and G of `core`.
 
-On the plain path a layer hands over what S found and what to normalize with, and a function that says which gradient
-of the statistics flows on. Between forward and backward only the input and a few small tensors stay alive.
+Between forward and backward only the input and a few small tensors stay alive.
 """
 
-from collections.abc import Callable, Iterable
-from functools import lru_cache
-from typing import Any, cast
+from collections.abc import Callable
+from functools import partial
+from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import kernels, native
-from . import moments as plain
-from .fused import layout_of, refuse_second_derivative
-from .kernels import Layout, in_memory, is_plain, is_vector
-from .moments import Center, Moments, Statistic, channelwise
-from .normref import CODES, NormRef
-from .transforms import transformed
+from ..core.algorithm import Kept, fold_gradients, fold_statistics, measured_again, stream_gradients, stream_statistics
+from ..core.state import H1 as H1_FIELDS
+from ..core.state import State, new_stream, write, write_stream
+from ..core.statistics import (
+    Moments,
+    channelwise,
+    fixed_center,
+    masked,
+    measure,
+    normalize,
+    pull_back,
+)
+from . import H2, PLAIN, Gradients, Plan, Result, Signature
+from .memory import outside_inference_mode, require_memory
 
-BATCH_NORM, LAYER_NORM, INSTANCE_NORM = CODES["BA1"], CODES["SP1"], CODES["SP2"]
 # Given dE/d(mean) and dE/d(sigma) of the statistics that normalized, the gradients to send into S(x).
 Gradient = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
-def fused_layout(x: Tensor, mask: Tensor | None) -> Layout | None:
-    """How the kernels read the input of a call; None where they cannot: that is a matter for the plain path."""
-    return layout_of(x) if mask is None and kernels.available() and is_plain(x, torch.float32) else None
+class Plain:
+    name, rank, sequences = PLAIN, 100, None
 
-
-@lru_cache(maxsize=256)
-def _fused_settings(statistic: tuple[Any, ...], streaming: tuple[Any, ...]) -> bytes | None:
-    ref, p, center, eps = statistic
-    alpha, beta, kappa, warmup, guard = streaming
-    fits = p in (1, 2) and ref == BATCH_NORM
-    return kernels.settings_record(p, center, alpha, beta, kappa, warmup, guard, eps) if fits else None
-
-
-def fused_settings(
-    statistic: tuple[Any, ...], streaming: tuple[Any, ...], vectors: Iterable[Tensor | None], size: int
-) -> bytes | None:
-    """The settings of a streaming layer for the kernels; None where they do not serve it.
-
-    `statistic`: the fields of a Statistic; `streaming`: alpha, beta, kappa, warmup and guard; `vectors`: gain, bias
-    and a stored statistic, of `size` numbers each.
-    """
-    return _fused_settings(statistic, streaming) if all(is_vector(vector, size) for vector in vectors) else None
-
-
-def fuses_compiled(statistic: Statistic, x: Tensor, vectors: Iterable[Tensor | None], size: int) -> bool:
-    """Whether a compiled call ends in the kernels; asked while the compiler traces, when tensors have no memory yet."""
-    fits = statistic.p in (1, 2) and statistic.ref == BATCH_NORM and kernels.available()
-    there = [vector for vector in vectors if vector is not None]
-    sized = all(vector.numel() == size for vector in there)
-    return fits and sized and all(t.dtype == torch.float32 and t.device.type == "cpu" for t in (x, *there))
-
-
-def fuses_sequence(*tensors: Tensor) -> bool:
-    """Whether the kernels take these tensors of a recurrent layer."""
-    if not kernels.available() or transformed():
-        return False
-    return all(is_plain(t, torch.float32) and t.is_contiguous() and in_memory(t) for t in tensors)
-
-
-def native_operator(
-    ref: NormRef, x: Tensor, mask: Tensor | None, weight: Tensor | None, bias: Tensor | None, stored: Tensor | None
-) -> native.Operator | None:
-    """torch's operator for a call with p = 2 about the own mean of the reference; None where there is none.
-
-    `stored`: a statistic that the layer keeps, in whose type it wants its arithmetic.
-    """
-    if mask is not None or kernels.plain_forced() or torch.compiler.is_compiling():
+    def missing(self) -> str | None:
         return None
-    dtype, size = x.dtype, x.shape[1]
-    if dtype not in (torch.float32, torch.float64) or not is_plain(x, dtype):
+
+    def declines(self, call: Signature) -> str | None:
         return None
-    if not (is_vector(weight, size, dtype) and is_vector(bias, size, dtype)):
+
+    def prepare(self, call: Signature, x: Tensor, weight: Any, bias: Any, state: State | None) -> Any:
+        return ()
+
+    def steady(self, prepared: Any) -> None:
         return None
-    if stored is not None and not is_plain(stored, dtype):
-        return None
-    if weight is None and bias is not None:  # of which torch's group norm has no gradient
-        return None
-    if ref == BATCH_NORM:
-        return native.batch_norm
-    if ref == LAYER_NORM and x.ndim == 2:
-        return native.layer_norm
-    if not x.is_contiguous():  # torch would return another layout, or lose digits
-        return None
-    return native.group_norm if ref == LAYER_NORM else native.instance_norm if ref == INSTANCE_NORM else None
+
+    def forward(self, plan: Plan, x: Tensor, weight: Any, bias: Any, mask: Any, h1: Any) -> Result:
+        config, wide = plan.call.config, x.to(plan.call.compute)
+        if not plan.call.streaming:
+            with outside_inference_mode():
+                own = measure(
+                    wide, config, mask, lambda mean, _: fixed_center(config.center, mean) if h1 is None else h1
+                )
+            return self._normalized(plan, x, weight, bias, mask, own, None)
+        with outside_inference_mode():
+            after, own, kept = stream_statistics(config, fold_statistics(config, h1.state), wide, mask)
+        result = self._normalized(plan, x, weight, bias, mask, own, kept)
+        with outside_inference_mode():
+            write(h1.state, after, H1_FIELDS)
+        return result
+
+    def repeat(self, plan: Plan, x: Tensor, weight: Any, bias: Any, mask: Any, kept: Any) -> Result:
+        own = measured_again(plan.call.config, x.to(plan.call.compute), mask, kept)
+        return self._normalized(plan, x, weight, bias, mask, own, kept)
+
+    def _normalized(
+        self, plan: Plan, x: Tensor, weight: Any, bias: Any, mask: Any, own: Moments, kept: Kept | None
+    ) -> Result:
+        mean, sigma = (own.mean, own.sigma) if kept is None else (kept.mean, kept.sigma)
+        y = normalize(x.to(plan.call.compute), mean, sigma, weight, bias, mask, in_place=True)
+        return y.to(x.dtype), tuple(own), kept
+
+    def backward(
+        self, plan: Plan, dy: Tensor, x: Tensor, weight: Any, mask: Any, saved: Any, kept: Any, h2: Any, needs: Any
+    ) -> Gradients:
+        own = Moments(*saved)
+        if not plan.call.compiled:
+            require_memory(dy, x, weight, mask, *saved)
+        if kept is None:
+            mean, sigma, gradient = own.mean, own.sigma, _unchanged
+        else:
+            mean, sigma, gradient = kept.mean, kept.sigma, partial(stream_back, plan.call.config, kept, own, h2)
+        dx, dgain, dbias = back_through(dy, x, weight, mask, mean, sigma, own, plan, gradient, needs[0])
+        return dx, dgain if needs[1] else None, dbias if needs[2] else None
+
+    def pack(self, plan: Plan, result: Result) -> Tensor:
+        _, saved, kept = result
+        own = Moments(*saved)  # type: ignore[arg-type]
+        present = torch.ones_like(own.mean) if own.present is None else own.present
+        vectors = [own.mean, own.sigma, own.center, own.elements, present]
+        parts = [vector.expand_as(own.mean) for vector in vectors] + [kept.mean, kept.sigma, *kept[3:]]
+        return torch.cat([part.to(plan.call.compute).flatten() for part in parts])
+
+    def unpack(self, plan: Plan, x: Tensor, mask: Any, packed: Tensor) -> tuple[Any, Any]:
+        hat, own = _shapes(plan.call, x)
+        parts = torch.split(packed, [prod(own)] * 5 + [prod(hat)] * 2 + [1] * 5)
+        mean, sigma, center, elements, present = (part.reshape(own) for part in parts[:5])
+        accept, *numbers = (part.reshape(()) for part in parts[7:])
+        moments = Moments(mean, sigma, center, elements, None if mask is None else present.bool())
+        return moments, Kept(parts[5].reshape(hat), parts[6].reshape(hat), None, accept.bool(), *numbers)
+
+    def packed_size(self, call: Signature, x: Tensor) -> int:
+        hat, own = _shapes(call, x)
+        return 5 * prod(own) + 2 * prod(hat) + 5
+
+    def statistics(self, plan: Plan, saved: Any) -> tuple[Tensor, ...]:
+        mini_batch = Moments(*saved)
+        present = () if mini_batch.present is None else (mini_batch.present.clone(),)
+        return mini_batch.mean, mini_batch.sigma, *present
 
 
-def apply(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mask: Tensor | None,
-    mean: Tensor,
-    sigma: Tensor,
-    own: Moments,
-    statistic: Statistic,
-    gradient: Gradient,
-) -> Tensor:
-    """N(x, s_hat), gain and bias, differentiable once. `mean`, `sigma`: s_hat; `own`: S(x)."""
-    result = _Normalize.apply(x, weight, bias, mask, mean, sigma, own, statistic, gradient)  # type: ignore[no-untyped-call]
-    return cast(Tensor, result)
+def _shapes(call: Signature, x: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Of s_hat and of S(x), as they broadcast against x."""
+    ref = call.config.ref
+    shape = ref.kept_shape(x.shape)
+    return shape, ((1 if ref.samples else x.shape[0]), *shape[1:])
 
 
-def apply_ordinary(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, mask: Tensor | None, statistic: Statistic, center: Center
-) -> Tensor:
-    """N(x, S(x)), gain and bias in ordinary torch operations, for transforms: differentiable at will, but slower."""
-    wide = plain.masked(x.to(torch.promote_types(x.dtype, torch.float32)), mask)
-    own = plain.differentiable_measure(wide, statistic, mask, center)
-    return evaluate(wide, own.mean, own.sigma, weight, bias, mask).to(x.dtype)
+def _unchanged(grad_mean: Tensor, grad_sigma: Tensor) -> tuple[Tensor, Tensor]:
+    return grad_mean, grad_sigma
 
 
-def evaluate(
-    x: Tensor, mean: Tensor, sigma: Tensor, weight: Tensor | None, bias: Tensor | None, mask: Tensor | None
-) -> Tensor:
-    """N(x, s) with statistics that are constants: ordinary torch operations, differentiable at will."""
-    return plain.normalize(x.to(compute_dtype(x, mean)), mean, sigma, weight, bias, mask).to(x.dtype)
-
-
-def materialized(tensor: Tensor) -> Tensor:
-    """With memory of its own, which a tensor of zeros that autograd made may lack: it cannot be written to.
-
-    What the compiler hands to a graph has memory.
-    """
-    return tensor if torch.compiler.is_compiling() or not tensor._is_zerotensor() else tensor.clone()
-
-
-def compute_dtype(x: Tensor, statistics: Tensor) -> torch.dtype:
-    """Arithmetic is done in the wider of the input's and the statistics' type, which is float32 at least."""
-    return torch.promote_types(x.dtype, statistics.dtype)
-
-
-class _Normalize(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Any, bias: Any, mask: Any, mean: Tensor, sigma: Tensor, *rest: Any
-    ) -> Tensor:
-        own, ctx.statistic, ctx.gradient = rest
-        # Through save_for_backward, so that they are freed after backward and a change in place is noticed.
-        ctx.save_for_backward(x, weight, mask, mean, sigma, *own)
-        return evaluate(x, mean, sigma, weight, bias, mask)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_second_derivative()
-        dy = materialized(dy)
-        x, weight, mask, mean, sigma, *moments = ctx.saved_tensors
-        call = x, weight, mask, mean, sigma, Moments(*moments)
-        dx, dgain, dbias = back_through(dy, *call, ctx.statistic, ctx.gradient, ctx.needs_input_grad[0])
-        _, needs_gain, needs_bias, *_ = ctx.needs_input_grad
-        return dx, dgain if needs_gain else None, dbias if needs_bias else None, *[None] * 6
+def stream_back(
+    config: Any, kept: Kept, own: Moments, h2: H2, grad_mean: Tensor, grad_sigma: Tensor
+) -> tuple[Tensor, Tensor]:
+    """G into the tensors of H2, which is folded first."""
+    shape = config.ref.statistic_shape(grad_mean.shape[1], tuple(grad_mean.shape[2:]))
+    if h2.grads.long.shape != (2, *shape):  # the layer was reset since the forward pass: gradients for nobody
+        h2 = h2._replace(grads=new_stream(shape, h2.grads.long))
+    grads = fold_gradients(config, h2.grads, kept.window, kept.total)
+    grads, passed_on = stream_gradients(config, grads, kept, own, grad_mean, grad_sigma, h2.scale)
+    write_stream(h2.grads, grads)
+    return passed_on
 
 
 def back_through(
@@ -165,13 +142,13 @@ def back_through(
     mean: Tensor,
     sigma: Tensor,
     own: Moments,
-    statistic: Statistic,
+    plan: Plan,
     gradient: Gradient,
     needs_dx: bool,
 ) -> tuple[Tensor | None, Tensor, Tensor]:
-    """The gradients of the input, the gain and the bias of a call of `apply`."""
-    dtype, given = compute_dtype(x, mean), x.dtype
-    x, dy = plain.masked(x.to(dtype), mask), plain.masked(dy.to(dtype), mask)
+    """The gradients of the input, the gain and the bias of y = N(x, s_hat), gain and bias."""
+    dtype, given = plan.call.compute, x.dtype
+    x, dy = masked(x.to(dtype), mask), masked(dy.to(dtype), mask)
     gain = x.new_ones(()) if weight is None else channelwise(weight, x).to(dtype)
 
     # Sums over everything that shares both statistics and gain.
@@ -186,10 +163,13 @@ def back_through(
     )
     dx = None
     if needs_dx:
-        through = plain.pull_back(x, own, grad_mean, grad_sigma, statistic, mask)
+        through = pull_back(x, own, grad_mean, grad_sigma, plan.call.config, mask)
         dx = through.add_(dy * per_unit).to(given)
     return dx, _per_channel(dgain), _per_channel(dbias)
 
 
 def _per_channel(cell: Tensor) -> Tensor:
     return cell.sum([d for d in range(cell.ndim) if d != 1])
+
+
+BACKEND = Plain()

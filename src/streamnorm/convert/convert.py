@@ -8,19 +8,20 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from .base import Norm, is_number
-from .distributed import WORLD
-from .layers import GeneralBatchNorm, TimeSpecificNorm
-from .streaming import StreamingNorm
-from .swap import Place, Places, Report, find_places, is_compiled, names_of, opened, returned, say, swap, title
+from ..core.config import is_number
+from ..engine.compat import torch_norm_base
+from ..engine.merging import WORLD
+from ..nn.base import Norm
+from ..nn.batch import GeneralBatchNorm, TimeSpecificNorm
+from ..nn.streaming import StreamingNorm
+from .places import Place, Places, Report, find_places, is_compiled, names_of, opened, returned, say, swap, title
 
 Model = TypeVar("Model", bound=nn.Module)
 Skip = str | Sequence[str] | Callable[[str, nn.Module], bool] | None
 
-NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, Norm)
+NORMS = (torch_norm_base, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, Norm)
 KNOWN = (nn.BatchNorm1d, nn.SyncBatchNorm, nn.InstanceNorm1d, nn.LayerNorm, nn.GroupNorm)
 FORWARDS = {kind.forward for kind in KNOWN}
 # How many dimensions the inputs of an old norm have.
@@ -47,16 +48,21 @@ def convert(
 
     The Parameter objects stay, so that an optimizer goes on working; so do device, dtype, mode, hooks and sharing. A
     trained batch norm hands its running statistics over, without a new warm-up: evaluation does not change. Other
-    norms have none to give, so there the first training calls begin the statistics.
+    norms have none to give, so there the first training calls begin the statistics. If anything is refused, the model
+    is as it was.
 
-    `norm` is called as `norm(num_features, eps=..., affine=..., channel_dim=..., device=..., dtype=..., **settings)`;
-    your `settings` win over what is taken from the old norm. `inplace=False` changes a copy. `skip`: what to leave
-    alone, as a name or pattern of modules (or several), or a function `(name, module) -> bool`. `report` gets a line
-    for each norm. If anything is refused, the model is as it was.
+    Args:
+        model: any module; a norm itself is returned converted.
+        norm: called as `norm(num_features, eps=..., affine=..., channel_dim=..., device=..., dtype=..., **settings)`.
+        inplace: False changes a copy.
+        skip: what to leave alone: a name or pattern of modules, several, or a function `(name, module) -> bool`.
+        report: gets a line for each norm.
+        settings: further arguments of `norm`, which win over what is taken from the old norm.
 
-    >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
-    >>> model = convert(model, p=1)
-    1: BatchNorm2d(8) -> StreamingNorm(8)
+    Example:
+        >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
+        >>> model = convert(model, p=1)
+        1: BatchNorm2d(8) -> StreamingNorm(8)
     """
     if not callable(norm):
         raise TypeError(f"norm={norm!r}: pass a class such as StreamingNorm, or a function that makes a norm")
@@ -136,7 +142,7 @@ def _made(old: nn.Module, norm: Callable[..., nn.Module], settings: Any, like: T
         return new, ""
     dims = next((dims for kind, dims in DIMS.items() if isinstance(old, kind)), None)
     if dims is not None:
-        new.remember(dims)
+        new._remember(dims)
     remark = _start(new, old)
     if isinstance(new, StreamingNorm) and not new.affine:
         remark += " (without parameters: streamnorm.attach tells it of weight updates)"
@@ -160,7 +166,7 @@ def _start(new: Norm, old: nn.Module) -> str:
     mean, variance = old._buffers.get("running_mean"), old._buffers.get("running_var")
     if mean is None or variance is None or mean.is_meta:
         return ""
-    if new.stored is None:
+    if new._stored is None:
         return " (keeps no statistics)"
     if getattr(new, "mean").shape != mean.shape:  # noqa: B009
         return f" (its statistics start afresh: {new.ref} has no place for one per channel)"

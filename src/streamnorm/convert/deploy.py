@@ -5,12 +5,13 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from .base import Norm, channels_second, check_channel_dim, mask_over_channels
-from .layers import GeneralBatchNorm, TimeSpecificNorm
-from .moments import masked
-from .recurrence import Norms
-from .streaming import StreamingNorm
-from .swap import Places, Report, evaluating, find_places, is_compiled, names_of, opened, returned, say, swap, title
+from ..core.statistics import masked
+from ..engine.context import evaluating
+from ..nn.base import Norm, check_channel_dim, mask_over_channels, to_channels_first
+from ..nn.batch import GeneralBatchNorm, TimeSpecificNorm
+from ..nn.recurrent.step import Norms
+from ..nn.streaming import StreamingNorm
+from .places import Places, Report, find_places, is_compiled, names_of, opened, returned, say, swap, title
 
 Model = TypeVar("Model", bound=nn.Module)
 BatchNorm = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d
@@ -27,13 +28,22 @@ FORWARDS = {kind.forward for kind in (StreamingNorm, GeneralBatchNorm, TimeSpeci
 
 
 class FixedAffine(nn.Module):
-    """y = scale * x + shift with constants per timestep, channel and location: a norm as it is in evaluation.
+    """A norm as it is in evaluation: constants per timestep, channel and location.
 
-    `scale` and `shift` have the shape `(steps, C, *space)`, or `(steps, C)` for every spatial size; past the last step
-    the last one serves. Called as the norms are: input `(N, C, *space)`, or `(N, *space, C)` with `channel_dim=-1`.
+    y = scale * x + shift, in training and evaluation alike.
 
-    >>> FixedAffine(torch.full((1, 3), 2.0), torch.ones(1, 3))(torch.ones(1, 3))
-    tensor([[3., 3., 3.]])
+    Args:
+        scale: `(steps, C, *space)`, or `(steps, C)` for every spatial size; past the last step the last one serves.
+        shift: the same.
+        channel_dim: 1 for input `(N, C, *space)`, -1 for `(N, *space, C)`.
+
+    Shape:
+        - x: `(N, C, *space)`, or `(N, *space, C)` with `channel_dim=-1`; the output has the same shape.
+        - mask: broadcasts to `(N, *space)`, True where the activation is real; the output is 0 elsewhere.
+
+    Example:
+        >>> FixedAffine(torch.full((1, 3), 2.0), torch.ones(1, 3))(torch.ones(1, 3))
+        tensor([[3., 3., 3.]])
     """
 
     scale: Tensor
@@ -51,7 +61,7 @@ class FixedAffine(nn.Module):
         self.register_buffer("shift", shift)
 
     def forward(self, x: Tensor, mask: Tensor | None = None, step: int = 0) -> Tensor:
-        given, x = x.dtype, channels_second(x, self.num_features, self.channel_dim)
+        given, x = x.dtype, to_channels_first(x, self.num_features, self.channel_dim)
         index = min(step, len(self.scale) - 1)
         scale, shift = self.scale[index], self.shift[index]
         space = tuple(scale.shape[1:])
@@ -75,15 +85,19 @@ def to_batchnorm(model: Model, *, example: Any = None, inplace: bool = False, re
     `channel_dim=-1` and those inside recurrent layers become a `FixedAffine`. `SampleNorm` is left alone: it is not
     affine.
 
-    Which batch norm it is depends on the number of dimensions of the input, which a norm remembers from its calls, and
-    `convert` from what it replaced. In a model that was only loaded, pass an `example` input (a tensor, or a tuple of
-    arguments), which is run once in evaluation; otherwise the norm becomes a `FixedAffine`, which takes any number.
-    `inplace=True` changes the model itself and keeps its Parameter objects. `report` gets a line for each norm.
+    Args:
+        model: a model with norms of streamnorm.
+        example: an input (a tensor, or a tuple of arguments), which is run once in evaluation. Which batch norm it is
+            depends on the number of dimensions of the input, which a norm remembers from its calls, and `convert` from
+            what it replaced; a model that was only loaded needs an example, or its norms become `FixedAffine`.
+        inplace: True changes the model itself and keeps its Parameter objects.
+        report: gets a line for each norm.
 
-    >>> model = nn.Sequential(nn.Linear(4, 8), StreamingNorm(8))
-    >>> _ = model(torch.randn(16, 4))
-    >>> deployed = to_batchnorm(model.eval())
-    1: StreamingNorm(8) -> BatchNorm1d(8)
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 8), StreamingNorm(8))
+        >>> _ = model(torch.randn(16, 4))
+        >>> deployed = to_batchnorm(model.eval())
+        1: StreamingNorm(8) -> BatchNorm1d(8)
     """
     root = opened(model, "to_batchnorm", inplace)
     run_example(root, example)
@@ -119,7 +133,7 @@ def deployed(model: nn.Module, places: Places) -> tuple[dict[nn.Module, nn.Modul
 
 
 def _why_not(norm: Norm) -> str | None:
-    if norm.stored is None:
+    if norm._stored is None:
         return "it normalizes each sample by its own statistics, also in evaluation"
     if type(norm).forward not in FORWARDS or "forward" in vars(norm):
         return "its class computes something else, by a forward of its own"

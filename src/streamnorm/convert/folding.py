@@ -11,11 +11,13 @@ from typing import Any, TypeVar, cast
 
 from torch import Tensor, fx, nn
 
-from .base import Norm
+from ..engine.compat import HOOKS
+from ..engine.context import evaluating
+from ..nn.base import Norm
+from ..nn.batch import TimeSpecificNorm
+from ..nn.recurrent.base import RecurrentBase
 from .deploy import FixedAffine, constants, deployed, run_example
-from .layers import TimeSpecificNorm
-from .recurrentbase import RecurrentBase
-from .swap import HOOKS, Places, Report, evaluating, find_places, names_of, opened, returned, say, swap, title
+from .places import Places, Report, find_places, names_of, opened, returned, say, swap, title
 
 Model = TypeVar("Model", bound=nn.Module)
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -31,13 +33,19 @@ def fuse(model: Model, *, example: Any = None, inplace: bool = False, report: Re
     """A copy of a model for deployment whose norms are folded into the convolution or linear layer before them.
 
     That is done where a layer feeds the norm and nothing else, and the norm has no location; the norm becomes
-    `nn.Identity`. The other norms become what `to_batchnorm` makes of them. Evaluation is the same. `example`,
-    `inplace` and `report` as in `to_batchnorm`; folded layers get new Parameter objects.
+    `nn.Identity`. The other norms become what `to_batchnorm` makes of them. Evaluation is the same.
 
-    >>> from streamnorm import StreamingNorm
-    >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), StreamingNorm(8), nn.ReLU())
-    >>> fused = fuse(model.eval())
-    1: StreamingNorm(8) folded into 0
+    Args:
+        model: a model with norms of streamnorm.
+        example: as in `to_batchnorm`.
+        inplace: True changes the model itself; folded layers get new Parameter objects.
+        report: gets a line for each norm.
+
+    Example:
+        >>> from streamnorm import StreamingNorm
+        >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), StreamingNorm(8), nn.ReLU())
+        >>> fused = fuse(model.eval())
+        1: StreamingNorm(8) folded into 0
     """
     root = opened(model, "fuse", inplace)
     before = run_example(root, example)
@@ -121,7 +129,7 @@ def _fits(layer: nn.Module, norm: Norm) -> bool:
     """Whether the norm is one factor and one summand for each output channel of the layer."""
     if type(layer) not in LAYERS or "forward" in vars(layer):
         return False
-    if norm.stored is None or norm.ref.located or isinstance(norm, TimeSpecificNorm):
+    if norm._stored is None or norm.ref.located or isinstance(norm, TimeSpecificNorm):
         return False
     if isinstance(layer, nn.Linear):  # whose channels come last
         last = norm.channel_dim == -1 or norm._dims - {1} == {2}

@@ -1,15 +1,13 @@
 """Surgery on a model: where its modules are, and one module in the place of another."""
 
 import copy
-import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-import torch
 from torch import nn
 
-from .encoders import leave_fast_path
+from ..engine.compat import move_hooks, uncompiled
+from ..nn.encoders import leave_fast_path
 
 Report = Callable[[str], object] | None
 
@@ -21,19 +19,6 @@ REFUSED = {
     "FSDPModule": "do it before sharding",
     "ScriptModule": "do it before torch.jit",
 }
-HOOKS = (
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-    "_state_dict_hooks",
-    "_state_dict_pre_hooks",
-    "_load_state_dict_pre_hooks",
-    "_load_state_dict_post_hooks",
-)
 
 
 class Place(NamedTuple):
@@ -55,7 +40,7 @@ def opened(model: nn.Module, caller: str, inplace: bool) -> nn.Module:
         for kind in {base.__name__ for base in type(module).__mro__} & set(REFUSED):
             which = f"its {name}" if name else "it"
             raise ValueError(f"{caller}: cannot change this model, {which} is a {kind}: {REFUSED[kind]}")
-    model = getattr(model, "_orig_mod", model)
+    model = uncompiled(model)
     if inplace:
         return model
     groups = [getattr(module, "process_group", None) for module in model.modules()]
@@ -103,7 +88,7 @@ def swap(model: nn.Module, places: Places, replacements: Mapping[nn.Module, nn.M
     """Put the replacements, which take over mode and hooks, into all places; returns the model."""
     for old, new in replacements.items():
         new.train(old.training)
-        _move_hooks(old, new)
+        move_hooks(old, new)
         for place in places[old]:
             if place.parent is not None:
                 place.parent._modules[place.key] = new
@@ -112,29 +97,3 @@ def swap(model: nn.Module, places: Places, replacements: Mapping[nn.Module, nn.M
         for name, child in parent.named_children():
             leave_fast_path(parent, name, child, replaced.__contains__)
     return replacements.get(model, model)
-
-
-def _move_hooks(old: nn.Module, new: nn.Module) -> None:
-    # The dictionaries themselves: the handles that were given out hold on to them.
-    for name in HOOKS:
-        hooks = getattr(old, name)
-        hooks.update(getattr(new, name))
-        setattr(new, name, hooks)
-        for hook in hooks.values():
-            if getattr(hook, "with_module", False):  # torch's wrapper of hooks that are told their module
-                hook.module = weakref.ref(new)
-    if old._is_full_backward_hook is not None:
-        new._is_full_backward_hook = old._is_full_backward_hook
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """The model in evaluation mode and without gradients; its modes are as before afterwards."""
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode

@@ -1,18 +1,21 @@
-"""The algorithm of the paper: F, which streams statistics forward, and G, which streams their gradients backward.
+"""Algorithms 5 and 6 of the paper: F streams statistics in the forward pass, G their gradients in the backward pass.
 
-Pure functions from state to state, in plain torch; `kernels/stream.h` does the same for the common case.
+Pure functions from state to state, in plain torch: long, short and count of a stream (push, blend, fold), the guard of
+small windows, the warm start, and F and G made of these.
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from . import stream
-from .moments import (
+from .config import Config
+from .state import State, Stream
+from .statistics import (
+    Center,
     Moments,
-    Statistic,
     all_finite,
     elements_per_statistic,
     fixed_center,
@@ -20,124 +23,97 @@ from .moments import (
     mini_batch_statistics,
     share_among_samples,
 )
-from .stream import State, Stream
+
+FULL = 32  # elements per statistic in a window from which on the guard does nothing
 
 
-@dataclass(frozen=True)
-class Rules:
-    """Everything that a streaming layer is told: which statistics it takes, and how it streams them."""
+class Kept(NamedTuple):
+    """What a training call keeps of F for its backward pass, and for a call that repeats it."""
 
-    statistic: Statistic
-    alpha: tuple[float, ...]
-    beta: tuple[float, ...]
-    kappa: tuple[float, ...]
-    warmup: float
-    guard: bool
-
-
-class Call(NamedTuple):
-    """What a training call keeps for its backward pass."""
-
-    own: Moments  # S(x)
     mean: Tensor  # s_hat, shaped to broadcast against the input
     sigma: Tensor
+    center: Tensor | None  # c of the p-th moment, where it came from the state
     accept: Tensor  # bool scalar: S(x) was pushed
     w: Tensor  # of the warm start
-    share: Tensor  # that its window holds of a full one, for the guard; 1 without
+    weight_share: Tensor  # that its window holds of a full one, for the guard; 1 without
     window: Tensor  # elements of the window before, and all that had been seen with it: what a fold of H2 goes by
     total: Tensor
 
 
-def folded(rules: Rules, state: State) -> State:
-    """The state with pending weight updates folded in."""
-    grads = fold_gradients(rules, state.grads, state.elements, state.seen)
-    return replace(fold_statistics(rules, state), grads=grads)
+# ---- Algorithm 5: F -------------------------------------------------------------------------------------------------
 
 
-def fold_statistics(rules: Rules, state: State) -> State:
-    """The same for H1, which closes its window."""
-    due = stream.is_due(state.stats)
-    weights = _fold_weights(rules, rules.kappa[:2], state.elements, state.seen)
-    return replace(
-        state,
-        stats=stream.fold(state.stats, *weights),
-        elements=torch.where(due, 0, state.elements),
-        elements_before=torch.where(due, state.elements, state.elements_before),
-    )
-
-
-def fold_gradients(rules: Rules, grads: Stream, elements: Tensor, seen: Tensor) -> Stream:
-    """The same for H2; `elements`: of the window that H1 has closed, `seen`: all at its end."""
-    return stream.fold(grads, *_fold_weights(rules, rules.kappa[2:], elements, seen))
-
-
-def _fold_weights(
-    rules: Rules, kappa: tuple[float, ...], elements: Tensor, seen: Tensor
-) -> tuple[Tensor | float, Tensor | float]:
-    if not rules.guard:
-        return kappa[0], kappa[1]
-    return stream.guarded(kappa, _share(rules, elements), elements / seen.clamp(min=1))
-
-
-def window_share(rules: Rules, elements: Tensor, before: Tensor) -> Tensor:
-    """What the present window holds of a full one. What it will hold is not known: at least as much as the last."""
-    return _share(rules, torch.where(before > 0, torch.maximum(elements, before), 0))
-
-
-def _share(rules: Rules, elements: Tensor) -> Tensor:
-    full = (elements == 0) | (not rules.guard)  # 0: not known
-    return torch.where(full, 1, (elements / stream.FULL).clamp(max=1))
-
-
-def stream_statistics(rules: Rules, before: State, x: Tensor, mask: Tensor | None) -> tuple[State, Call]:
+def stream_statistics(config: Config, before: State, x: Tensor, mask: Tensor | None) -> tuple[State, Moments, Kept]:
     """F and the warm start: s = S(x) is pushed into H1, and what H1 then blends to normalizes."""
-    statistic, kept_shape = rules.statistic, rules.statistic.ref.kept_shape(x.shape)
-
-    def center(mean: Tensor, present: Tensor | None) -> Tensor:
-        if statistic.center != "running":
-            return fixed_center(statistic.center, mean)
-        running = before.mean.reshape(kept_shape)
-        if not rules.warmup:
-            return running.clone()  # kept for backward, when the state has moved on
-        return torch.where(before.seen == 0, stream.layer_mean(mean, present), running)
-
-    s = measure(x, statistic, mask, center)
+    kept_shape = config.ref.kept_shape(x.shape)
+    s = measure(x, config, mask, _center_of(config, before, kept_shape))
     latest = layer = absent = torch.stack([before.mean, before.sigma])
-    if rules.warmup or s.present is not None:
-        layer = stream.layer_statistics(s.mean, s.sigma, s.present, statistic.p).to(latest.dtype)
+    if config.warmup or s.present is not None:
+        layer = layer_statistics(s.mean, s.sigma, s.present, config.p).to(latest.dtype)
         layer = layer.reshape(2, *(1 for _ in before.mean.shape))
     if s.present is not None:
         absent = torch.where(before.seen == 0, layer, latest)
     value, accept = mini_batch_statistics(s, absent)
-    if rules.warmup:
+    if config.warmup:
         accept = accept & all_finite(layer)  # a sum over the layer overflows before its parts do
-    stats = stream.push(before.stats, value, accept)
+    stats = push(before.stats, value, accept)
     new = torch.where(accept, elements_per_statistic(s), 0).to(before.seen.dtype)
     seen, elements = before.seen + new, before.elements + new
-    share = window_share(rules, elements, before.elements_before)
-    s_hat = stream.blend(stats, *stream.guarded(rules.alpha, share))
+    weight_share = window_share(config, elements, before.elements_before)
+    s_hat = blend(stats, *guarded(config.alpha, weight_share))
     w = torch.ones_like(seen, dtype=latest.dtype)
-    if rules.warmup:
-        s_hat, w = stream.warm_start(s_hat, layer, seen, rules.warmup)
+    if config.warmup:
+        s_hat, w = warm_start(s_hat, layer, seen, config.warmup)
     s_hat = torch.where(accept, s_hat, latest)
     after = replace(before, stats=stats, mean=s_hat[0], sigma=s_hat[1], seen=seen, elements=elements)
     mean, sigma = s_hat[0].reshape(kept_shape), s_hat[1].reshape(kept_shape)
-    return after, Call(s, mean, sigma, accept, w, share, before.elements_before, seen - elements)
+    center = s.center if config.center == "running" else None
+    return after, s, Kept(mean, sigma, center, accept, w, weight_share, before.elements_before, seen - elements)
 
 
-def window_statistics(rules: Rules, state: State) -> Tensor:
+def _center_of(config: Config, before: State, kept_shape: tuple[int, ...]) -> Center:
+    """c of the p-th moment for a call that begins with this state."""
+
+    def center(mean: Tensor, present: Tensor | None) -> Tensor:
+        if config.center != "running":
+            return fixed_center(config.center, mean)
+        running = before.mean.reshape(kept_shape)
+        if not config.warmup:
+            return running.clone()  # kept for backward, when the state has moved on
+        return torch.where(before.seen == 0, layer_mean(mean, present), running)
+
+    return center
+
+
+def measured_again(config: Config, x: Tensor, mask: Tensor | None, kept: Kept) -> Moments:
+    """S(x) of a call that was made before."""
+    return measure(
+        x, config, mask, lambda mean, _: fixed_center(config.center, mean) if kept.center is None else kept.center
+    )
+
+
+def window_statistics(config: Config, state: State) -> Tensor:
     """s_hat of a window as a whole, in the place of its latest call."""
     stats = state.stats
-    share = window_share(rules, state.elements, state.elements_before)
-    s_hat = stream.blend(stats, *stream.guarded(rules.alpha, share))
-    if rules.warmup and s_hat.numel():
-        layer = stream.layer_statistics(stats.short[0], stats.short[1], None, rules.statistic.p)
-        s_hat, _ = stream.warm_start(s_hat, layer.reshape(2, *(1 for _ in state.mean.shape)), state.seen, rules.warmup)
+    weight_share = window_share(config, state.elements, state.elements_before)
+    s_hat = blend(stats, *guarded(config.alpha, weight_share))
+    if config.warmup and s_hat.numel():
+        layer = layer_statistics(stats.short[0], stats.short[1], None, config.p)
+        s_hat, _ = warm_start(s_hat, layer.reshape(2, *(1 for _ in state.mean.shape)), state.seen, config.warmup)
     return s_hat
 
 
+# ---- Algorithm 6: G -------------------------------------------------------------------------------------------------
+
+
 def stream_gradients(
-    rules: Rules, grads: Stream, call: Call, grad_mean: Tensor, grad_sigma: Tensor, scale: Tensor | None
+    config: Config,
+    grads: Stream,
+    kept: Kept,
+    mini_batch: Moments,
+    grad_mean: Tensor,
+    grad_sigma: Tensor,
+    scale: Tensor | None,
 ) -> tuple[Stream, tuple[Tensor, Tensor]]:
     """G: g = dE/ds_hat is pushed into H2; returns it, and what flows on into S(x) in place of g.
 
@@ -146,13 +122,151 @@ def stream_gradients(
     g = torch.stack([grad_mean, grad_sigma]).to(grads.short.dtype).reshape(grads.short.shape)
     if scale is not None:
         g = g / scale
-    grads = stream.push(grads, g, call.accept & all_finite(g))
-    long, short, present = rules.beta
-    g_hat = stream.blend(grads, *stream.guarded((long, short), call.share))
+    grads = push(grads, g, kept.accept & all_finite(g))
+    long, short, present = config.beta
+    g_hat = blend(grads, *guarded((long, short), kept.weight_share))
     if present:
         g_hat = g_hat + present * g
-    g_hat = stream.bounded(g_hat.flatten(), g.flatten(), call.share)
-    g_hat = g_hat * (call.w if scale is None else call.w * scale)
+    g_hat = bounded(g_hat.flatten(), g.flatten(), kept.weight_share)
+    g_hat = g_hat * (kept.w if scale is None else kept.w * scale)
     to_mean, to_sigma = g_hat.reshape(2, *grad_mean.shape).to(grad_mean.dtype)
-    samples, there = call.own.mean.shape[0], call.own.present
+    samples, there = mini_batch.mean.shape[0], mini_batch.present
     return grads, (share_among_samples(to_mean, samples, there), share_among_samples(to_sigma, samples, there))
+
+
+# ---- a weight update ------------------------------------------------------------------------------------------------
+
+
+def fold_statistics(config: Config, state: State) -> State:
+    """A pending weight update folded into H1, which closes its window."""
+    due = is_due(state.stats)
+    weights = _fold_weights(config, config.kappa[:2], state.elements, state.seen)
+    return replace(
+        state,
+        stats=fold(state.stats, *weights),
+        elements=torch.where(due, 0, state.elements),
+        elements_before=torch.where(due, state.elements, state.elements_before),
+    )
+
+
+def fold_gradients(config: Config, grads: Stream, window: Tensor, total: Tensor) -> Stream:
+    """The same for H2; `window`: elements of the window that H1 has closed, `total`: all that were seen at its end."""
+    return fold(grads, *_fold_weights(config, config.kappa[2:], window, total))
+
+
+def folded(config: Config, state: State) -> State:
+    """Both, where no call does it: a process without a batch."""
+    state = fold_statistics(config, state)
+    grads = fold_gradients(config, state.grads, state.elements_before, state.seen - state.elements)
+    return replace(state, grads=grads)
+
+
+def _fold_weights(
+    config: Config, kappa: tuple[float, ...], elements: Tensor, seen: Tensor
+) -> tuple[Tensor | float, Tensor | float]:
+    if not config.guard:
+        return kappa[0], kappa[1]
+    return guarded(kappa, _share(config, elements), elements / seen.clamp(min=1))
+
+
+# ---- streams --------------------------------------------------------------------------------------------------------
+
+
+def push(stream: Stream, value: Tensor, accept: Tensor) -> Stream:
+    """count += 1; short += (value - short) / count. Nothing changes where `accept` is False."""
+    count = stream.count + accept
+    value = torch.where(accept, value, stream.short)
+    share = count.clamp(min=1).to(value.dtype).reciprocal()
+    return replace(stream, short=torch.lerp(stream.short, value, share), count=count)
+
+
+def blend(stream: Stream, long: Tensor | float, short: Tensor | float) -> Tensor:
+    """long * stream.long + short * stream.short, an empty `long` being replaced by `short`."""
+    return long * torch.where(stream.empty, stream.short, stream.long) + short * stream.short
+
+
+def fold(stream: Stream, keep: Tensor | float, take: Tensor | float) -> Stream:
+    """A pending weight update: long = keep * long + take * short (the first time, short), count = 0.
+
+    Nothing changes where nothing was pushed. `short` stays until the next push replaces it.
+    """
+    due = is_due(stream)
+    long = torch.where(stream.empty, stream.short, keep * stream.long + take * stream.short)
+    return replace(
+        stream,
+        long=torch.where(due, long, stream.long),
+        count=stream.count * ~due,
+        empty=stream.empty & ~due,
+        pending=torch.zeros_like(stream.pending),
+    )
+
+
+def is_due(stream: Stream) -> Tensor:
+    """Whether a fold has something to do."""
+    return stream.pending & (stream.count > 0)
+
+
+def drop(stream: Stream, dropped: Tensor) -> Stream:
+    """Forget the pushes since the last weight update where `dropped` is True."""
+    return replace(stream, short=torch.where(dropped, stream.long, stream.short), count=stream.count * ~dropped)
+
+
+# ---- the guard of small windows (ours) ------------------------------------------------------------------------------
+
+
+def window_share(config: Config, elements: Tensor, before: Tensor) -> Tensor:
+    """What the present window holds of a full one. What it will hold is not known: at least as much as the last."""
+    return _share(config, torch.where(before > 0, torch.maximum(elements, before), 0))
+
+
+def _share(config: Config, elements: Tensor) -> Tensor:
+    full = (elements == 0) | (not config.guard)  # 0: not known
+    return torch.where(full, 1, (elements / FULL).clamp(max=1))
+
+
+def guarded(weights: Sequence[float], weight_share: Tensor, part: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """`weights` of `long` and `short` for a window that holds only `weight_share` of a full one.
+
+    Few elements count for less, and what `short` loses `long` gains. `part`: what the window is of everything so far;
+    in a fold it counts for at least so much, which averages exactly until the exponential takes over. Nothing changes
+    for a full window, or where `long` counts for nothing.
+    """
+    long, short = weights
+    taken = weight_share * short if part is None else torch.maximum(weight_share * short, (long + short) * part)
+    lost = torch.where((weight_share < 1) & (long != 0), short - taken, 0)
+    return long + lost, short - lost
+
+
+def bounded(g_hat: Tensor, g: Tensor, weight_share: Tensor) -> Tensor:
+    """The vector `g_hat`, made no longer than `g` where the window is not full."""
+    (own, of_own), (streamed, of_streamed) = by_largest(g), by_largest(g_hat)
+    ratio = own.norm(dim=-1, keepdim=True) / streamed.norm(dim=-1, keepdim=True) * of_own  # over of_streamed
+    return torch.where((weight_share < 1) & (ratio < of_streamed), streamed * ratio, g_hat)
+
+
+def by_largest(vectors: Tensor) -> tuple[Tensor, Tensor]:
+    """Vectors over their largest magnitude, and that: what is squared then neither overflows nor vanishes."""
+    largest = vectors.abs().amax(-1, keepdim=True).clamp(min=torch.finfo(vectors.dtype).tiny)
+    return vectors / largest, largest
+
+
+# ---- the warm start (ours) ------------------------------------------------------------------------------------------
+
+
+def layer_mean(mean: Tensor, present: Tensor | None) -> Tensor:
+    """Average of all means of a call, those without a real element (masked input) left out."""
+    return mean.mean() if present is None else torch.where(present, mean, 0).sum() / present.sum().clamp(min=1)
+
+
+def layer_statistics(mean: Tensor, sigma: Tensor, present: Tensor | None, p: float) -> Tensor:
+    """Statistics of the layer as a whole, two numbers: average mean, and the p-th root of the average sigma^p."""
+    largest = (sigma if present is None else torch.where(present, sigma, 0)).amax()
+    largest = largest.clamp(min=torch.finfo(sigma.dtype).tiny)
+    power = layer_mean((sigma / largest) ** p, present)
+    return torch.stack([layer_mean(mean, present), largest * power ** (1 / p)])
+
+
+def warm_start(s_hat: Tensor, layer: Tensor, seen: Tensor, warmup: float) -> tuple[Tensor, Tensor]:
+    """s_hat <- w * s_hat + (1 - w) * layer with w = min(1, seen / warmup); returns it and w."""
+    w = (seen / warmup).clamp(max=1).to(s_hat.dtype)
+    return torch.lerp(layer, s_hat, w), w

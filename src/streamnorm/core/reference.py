@@ -10,15 +10,18 @@ WINDOW = 5  # the paper does not say; ours
 class NormRef:
     """The set of activations whose statistics normalize one neuron.
 
-    `samples`: pool over the mini-batch, or one statistic per sample. `channels`: "each" channel has its own
-    statistics, or "all" channels share them. `space`: "all" locations, an odd window sliding with stride 1
-    (at the border only what is inside counts), or 1, the location itself.
+    Args:
+        samples: pool over the mini-batch, or one statistic per sample.
+        channels: "each" channel has its own statistics, or "all" channels share them.
+        space: "all" locations, an odd window sliding with stride 1 (at the border only what is inside counts), or 1,
+            the location itself.
 
-    >>> NormRef(samples=True, channels="each", space="all") == CODES["BA1"]
-    True
-    >>> NormRef(samples=False, channels="all", space=4)
-    Traceback (most recent call last):
-    ValueError: NormRef space=4: use "all", 1, or an odd window such as 5
+    Example:
+        >>> NormRef(samples=True, channels="each", space="all") == CODES["BA1"]
+        True
+        >>> NormRef(samples=False, channels="all", space=4)
+        Traceback (most recent call last):
+        ValueError: NormRef space=4: use "all", 1, or an odd window such as 5
     """
 
     samples: bool = True
@@ -76,6 +79,11 @@ CODES = {
     "SP4": NormRef(False, "each", WINDOW),
     "SP5": NormRef(False, "all", 1),  # layer norm at every location
 }
+
+
+def code_of(ref: NormRef) -> str | NormRef:
+    """The paper's code of a reference, or the reference itself."""
+    return next((code for code, each in CODES.items() if each == ref), ref)
 
 
 def resolve(ref: str | NormRef) -> NormRef:

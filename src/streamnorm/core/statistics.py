@@ -5,7 +5,6 @@ against activations. A mask `(N, 1, *space)` is True where the activation is rea
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import reduce
 from itertools import product
 from math import inf, sqrt
@@ -15,18 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .normref import NormRef
-from .transforms import transformed
-
-
-@dataclass(frozen=True)
-class Statistic:
-    """Which statistics a layer takes: everything that S depends on but the data."""
-
-    ref: NormRef
-    p: float
-    center: str  # "mean", "running" or "zero"
-    eps: float
+from .config import Statistic
+from .reference import NormRef
 
 
 class Moments(NamedTuple):
@@ -98,12 +87,21 @@ def reference_sigma(x: Tensor, center: Tensor, statistic: Statistic, mask: Tenso
 
 
 def normalize(
-    x: Tensor, mean: Tensor, sigma: Tensor, weight: Tensor | None, bias: Tensor | None, mask: Tensor | None
+    x: Tensor,
+    mean: Tensor,
+    sigma: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mask: Tensor | None,
+    in_place: bool = False,
 ) -> Tensor:
-    """N(x, s) = (x - mean) / sigma, then gain and bias per channel; 0 where masked."""
+    """N(x, s) = (x - mean) / sigma, then gain and bias per channel; 0 where masked.
+
+    `in_place`: nothing is to be differentiated or transformed, so that memory can be spared.
+    """
     gain = sigma.reciprocal() if weight is None else channelwise(weight, x) / sigma
     y = masked(x, mask) - mean
-    if torch.is_grad_enabled() or transformed():
+    if not in_place:
         y = y * gain
         y = y if bias is None else y + channelwise(bias, x)
     else:  # the same in place: nobody else holds y
@@ -113,7 +111,7 @@ def normalize(
 
 
 def pull_back(
-    x: Tensor, own: Moments, grad_mean: Tensor, grad_sigma: Tensor, statistic: Statistic, mask: Tensor | None
+    x: Tensor, mini_batch: Moments, grad_mean: Tensor, grad_sigma: Tensor, statistic: Statistic, mask: Tensor | None
 ) -> Tensor:
     """(dS/dx)^T g: the gradient of the statistics carried to the activations they were taken from.
 
@@ -121,22 +119,25 @@ def pull_back(
     (1) dmean/dx = 1/n;  (2) dsigma/dx = |u|^(p-1) sign(u) / n;
     (3) if c is the reference's own mean, dsigma/dmean = -average of |u|^(p-1) sign(u), which is 0 for p = 2.
     """
-    ref, p, n = statistic.ref, statistic.p, own.elements.clamp(min=1)
-    per_mean, per_sigma = ((grad / n).expand_as(own.sigma) for grad in (grad_mean, grad_sigma))
+    ref, p, n = statistic.ref, statistic.p, mini_batch.elements.clamp(min=1)
+    per_mean, per_sigma = ((grad / n).expand_as(mini_batch.sigma) for grad in (grad_mean, grad_sigma))
     if p == 2:
-        slope = per_sigma / own.sigma
-        offset = per_mean - own.center * slope
+        slope = per_sigma / mini_batch.sigma
+        offset = per_mean - mini_batch.center * slope
         dx = (x * _spread(slope, ref)).add_(_spread(offset, ref))
     else:
         if statistic.center == "mean":
             pooled = _pooled_dims(x, ref)
-            slopes = (_slope(near, own.center, own.sigma, inside, p) for near, inside in _neighbours(x, ref, mask))
+            slopes = (
+                _slope(near, mini_batch.center, mini_batch.sigma, inside, p)
+                for near, inside in _neighbours(x, ref, mask)
+            )
             per_mean = per_mean - per_sigma * (_total(_pool(slope, pooled) for slope in slopes) / n)
         sides = zip(
             _shifts(per_mean, ref),
             _shifts(per_sigma, ref),
-            _shifts(own.center.expand_as(per_mean), ref),
-            _shifts(own.sigma, ref, border=inf),
+            _shifts(mini_batch.center.expand_as(per_mean), ref),
+            _shifts(mini_batch.sigma, ref, border=inf),
             strict=True,
         )
         dx = _total(
@@ -146,18 +147,18 @@ def pull_back(
     return masked(dx, mask)
 
 
-def mini_batch_statistics(own: Moments, latest: Tensor) -> tuple[Tensor, Tensor]:
+def mini_batch_statistics(mini_batch: Moments, latest: Tensor) -> tuple[Tensor, Tensor]:
     """s of the mini-batch `(2, *statistic)` (averaged over samples where each has its own), and whether to accept it.
 
     A statistic that a mask left without data keeps its `latest` value. A mini-batch with a value that is not finite,
     or without any real element, is not accepted.
     """
-    both = torch.stack([own.mean, own.sigma])
-    if own.present is None:
+    both = torch.stack([mini_batch.mean, mini_batch.sigma])
+    if mini_batch.present is None:
         s = (both if both.shape[1] == 1 else both.mean(1)).reshape(latest.shape).to(latest.dtype)
         return s, all_finite(s)
-    samples = own.present.sum(0)
-    s = torch.where(own.present, both, 0).sum(1) / samples.clamp(min=1)
+    samples = mini_batch.present.sum(0)
+    s = torch.where(mini_batch.present, both, 0).sum(1) / samples.clamp(min=1)
     has_data = (samples > 0).reshape(latest.shape[1:])
     s = torch.where(has_data, s.reshape(latest.shape).to(latest.dtype), latest)
     return s, all_finite(s) & has_data.any()
@@ -168,11 +169,11 @@ def share_among_samples(gradient: Tensor, samples: int, present: Tensor | None) 
     return gradient / samples if present is None else gradient * present / present.sum(0).clamp(min=1)
 
 
-def elements_per_statistic(own: Moments) -> Tensor:
+def elements_per_statistic(mini_batch: Moments) -> Tensor:
     """Elements of a call per statistic, in all samples; on average where border windows or a mask make them differ."""
-    if own.present is None:
-        return own.elements.sum(0).mean()
-    return (own.elements * own.present).sum() / own.present.any(0).sum().clamp(min=1)
+    if mini_batch.present is None:
+        return mini_batch.elements.sum(0).mean()
+    return (mini_batch.elements * mini_batch.present).sum() / mini_batch.present.any(0).sum().clamp(min=1)
 
 
 def fixed_center(center: str, mean: Tensor) -> Tensor:

@@ -1,28 +1,26 @@
-"""Whether a call is transformed rather than simply run: by torch.func, forward-mode AD, torch.export, torch.jit.trace.
+"""What kind of call this is: eager, compiled, exported, or transformed by torch.func, forward-mode AD or tracing.
 
-All of them want ordinary operations and no side effects. A call that changes no statistics gives them that; one in
-training, which streams statistics, is refused. torch.compile is not among them: it is served by `compiled`.
+Transforms want ordinary operations and no side effects. A call that changes no statistics gives them that; one in
+training, which streams statistics, is refused. torch.compile is not among them: it is served by `operators`.
 """
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
-from torch.autograd import forward_ad
+from torch import Tensor, nn
+
+from ..backends.memory import ORDINARY, has_memory
+from . import compat
 
 _is_exporting = getattr(torch.compiler, "is_exporting", None)  # torch 2.7 and later
 
 
-# No public function tells of torch.func; this is what autograd.Function asks.
-_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
-_tracing: Callable[[], bool] = torch._C._is_tracing
-
-
 def _in_torch_func() -> bool:
-    return _active()  # asked by the compiler while it traces
+    return compat.functorch_is_active()  # asked by the compiler while it traces
 
 
-# What torch.compiler.assume_constant_result does, which would import the compiler: 2 s of every process.
-_in_torch_func._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_in_torch_func = compat.assumed_constant(_in_torch_func)
 
 
 def transformed() -> bool:
@@ -35,12 +33,7 @@ def transformed() -> bool:
     """
     if torch.compiler.is_compiling():
         return exported() or _in_torch_func()
-    return is_rewritten()
-
-
-def is_rewritten() -> bool:
-    """The same for a call that is known not to be compiled."""
-    return _active() or forward_ad._current_level >= 0 or _tracing()
+    return compat.is_rewritten()
 
 
 def exported() -> bool:
@@ -55,9 +48,57 @@ def refuse_transforms(who: str) -> None:
     if not transformed():
         return
     training = f"{who} is in training mode, where a call changes its statistics"
-    if exported() if torch.compiler.is_compiling() else torch._C._is_tracing():
+    if exported() if torch.compiler.is_compiling() else compat.is_tracing():
         raise RuntimeError(f"{training}: call model.eval() before it is exported or traced")
     raise RuntimeError(
         f"{training}, which neither torch.func (grad, vmap, jvp, ...) nor forward-mode differentiation allows: call "
         "model.eval() first, or make the call inside streamnorm.paused(model), or train with loss.backward()"
     )
+
+
+def refuse_second_derivative(who: str = "streamnorm layers", way_out: str = "") -> None:
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            f"{who} have no second derivative in training: create_graph=True reached one. "
+            f"Call backward without create_graph, or put the layer in evaluation mode first{way_out}."
+        )
+
+
+def in_memory(tensor: Tensor) -> bool:
+    """Whether a tensor has the memory that its shape asks for, as far as that can be asked here."""
+    if torch.compiler.is_compiling() or type(tensor) not in ORDINARY or transformed():
+        return True
+    if tensor.layout != torch.strided or not tensor.is_cpu or compat.is_zero_tensor(tensor):
+        return True
+    return has_memory(tensor)
+
+
+def check_memory(**tensors: Tensor | None) -> None:
+    """Refuse tensors whose storage was resized under them: torch and the kernels would read beyond its end."""
+    for name, tensor in tensors.items():
+        if tensor is not None and not in_memory(tensor):
+            raise ValueError(
+                f"{name} of shape {tuple(tensor.shape)} has {tensor.untyped_storage().nbytes()} bytes of memory, fewer "
+                "than its shape needs: the storage was resized or freed; resize it back, or give the values anew"
+            )
+
+
+def materialized(tensor: Tensor) -> Tensor:
+    """With memory of its own, which a tensor of zeros that autograd made may lack: it cannot be written to.
+
+    What the compiler hands to a graph has memory.
+    """
+    return tensor if torch.compiler.is_compiling() or not compat.is_zero_tensor(tensor) else tensor.clone()
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """The model in evaluation mode and without gradients; its modes are as before afterwards."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode

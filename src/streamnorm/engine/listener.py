@@ -1,6 +1,5 @@
 """A layer that hears of weight updates, and notices what it should have heard of."""
 
-import sys
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -12,9 +11,9 @@ from weakref import WeakSet, WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
-from . import distributed
-from .distributed import Share
-from .stream import State
+from ..core.state import State
+from . import compat, merging
+from .merging import Share
 
 PATIENCE = 256  # passes without an update, or calls without a gradient, before a layer asks whether that is meant
 WINDOWS = 32  # between weight updates, before it asks the same of calls that no gradient came back from
@@ -55,6 +54,7 @@ class Listener(nn.Module):
 
     _scalers: tuple[Scaler, ...] = ()  # of the attachments, the last one counts
     _number = 0  # in the order of making, in which all processes merge
+    _name_tag: Tensor  # the same, for operators of the compiler, which know tensors and not the layers that own them
     _pulse: Pulse
 
     def __init__(self) -> None:
@@ -64,13 +64,15 @@ class Listener(nn.Module):
     def _enlist(self) -> None:
         self.__dict__["_pulse"] = Pulse()
         self._number = next(_numbers)
+        self.__dict__["_name_tag"] = torch.tensor(self._number, device="cpu")
         listeners.add(self)
+        _by_number[self._number] = self
 
     def weights_updated(self) -> None:
         """Tell the layer that the weights changed. Optimizers of torch do this by themselves."""
-        tell([self], None)
+        on_step([self], None)
 
-    def _hear(self, found_inf: Tensor | None) -> None:
+    def _on_step(self, found_inf: Tensor | None) -> None:
         pulse = self._pulse
         pulse.updates += 1
         if not pulse.asked and pulse.updates >= WINDOWS and pulse.forwards > 1.25 * pulse.backwards + WINDOWS:
@@ -85,16 +87,12 @@ class Listener(nn.Module):
         """Remember that the weights changed, unless `found_inf` is non-zero: then the step was skipped."""
         raise NotImplementedError
 
-    def _snapshot(self) -> Callable[[], None]:
+    def _rewinder(self) -> Callable[[], None]:
         """How to make the layer forget everything from here on."""
         raise NotImplementedError
 
     def _exactly(self) -> AbstractContextManager[None]:
         """A context in which it is a function of its input, and has its gradient."""
-        raise NotImplementedError
-
-    def _is_at(self, address: int) -> bool:
-        """Whether this is where its gain is, or where H1 or H2 counts its pushes."""
         raise NotImplementedError
 
     def _share(self) -> tuple[Any, Share] | None:
@@ -109,16 +107,16 @@ class Listener(nn.Module):
     def _scaler(self) -> Scaler | None:
         return self._scalers[-1] if self._scalers else None
 
-    def _forward_runs(self, weight: Tensor | None) -> None:
-        """A training call begins."""
-        self._pulse.forwards += 1
+    def _on_forward(self, weight: Tensor | None, awaited: bool = True) -> None:
+        """A training call begins. `awaited`: unless nothing needs a gradient, one may come back."""
+        self._pulse.forwards += awaited
         self._pulse.in_backward = False
         self._notice(weight)
 
     def _notice(self, weight: Tensor | None) -> None:
         """A gain that changes from call to call is proof of weight updates; calls without them may not be meant."""
         pulse = self._pulse
-        version = -1 if weight is None or weight.is_inference() else weight._version
+        version = -1 if weight is None or weight.is_inference() else compat.version_of(weight)
         if version != pulse.version:
             pulse.unheard += pulse.version >= 0 <= version and pulse.updates == pulse.at_version
             pulse.version, pulse.at_version = version, pulse.updates
@@ -131,7 +129,7 @@ class Listener(nn.Module):
                 "acts), call model.eval(), or make the calls inside of streamnorm.paused(model)."
             )
 
-    def _backward_runs(self) -> None:
+    def _on_backward(self) -> None:
         pulse = self._pulse
         pulse.backwards += 1
         if pulse.in_backward:
@@ -144,12 +142,12 @@ class Listener(nn.Module):
     def _ask(self, about: str) -> None:
         if not self._pulse.asked:
             self._pulse.asked = True
-            warnings.warn(f"{type(self).__name__} {about}", stacklevel=_stacklevel())
+            warnings.warn(f"{type(self).__name__} {about}", stacklevel=compat.stacklevel_outside(*_INSIDE))
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy is attached to nothing, and compiled by nobody: the latter is torch's to drop.
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
-        return {key: value for key, value in state.items() if key not in ("_scalers", "_pulse")}
+        return {key: value for key, value in state.items() if key not in ("_scalers", "_pulse", "_name_tag")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -162,32 +160,18 @@ _TELL_IT = (
 )
 
 
-def _stacklevel() -> int:
-    """Of the first caller that is neither ours nor torch's, so that a warning names a line of the user."""
-    inside = tuple(str(Path(file).parent) for file in (__file__, torch.__file__))
-    frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(inside):
-        frame, level = frame.f_back, level + 1
-    return level
-
+_INSIDE = str(Path(__file__).parents[1]), str(Path(torch.__file__).parent)
 
 _numbers = count(1)
 listeners: WeakSet[Listener] = WeakSet()
-_by_address: WeakValueDictionary[int, Listener] = WeakValueDictionary()  # what `layer_at` found
+_by_number: WeakValueDictionary[int, Listener] = WeakValueDictionary()
 
 
-def layer_at(tensor: Tensor) -> Listener | None:
-    """The layer whose gain or count this is. The compiler's operators know tensors, not the layers that own them."""
-    address = tensor.data_ptr()
-    layer = _by_address.get(address)
-    if layer is None or not layer._is_at(address):
-        layer = next((each for each in list(listeners) if each._is_at(address)), None)
-        if layer is not None:
-            _by_address[address] = layer
-    return layer
+def layer_of(name_tag: Tensor) -> Listener | None:
+    return _by_number.get(int(name_tag))
 
 
-def tell(layers: Sequence[Listener], found_inf: Tensor | None) -> None:
+def on_step(layers: Sequence[Listener], found_inf: Tensor | None) -> None:
     """A weight update, unless `found_inf` is non-zero: windows are merged over processes first, as one message."""
     groups: dict[Any, list[tuple[Listener, Share]]] = {}
     for layer in layers:
@@ -195,8 +179,8 @@ def tell(layers: Sequence[Listener], found_inf: Tensor | None) -> None:
         if shared is not None:
             groups.setdefault(shared[0], []).append((layer, shared[1]))
     for group, members in groups.items():
-        results = distributed.merged(group, [share for _, share in members], found_inf)
+        results = merging.merged(group, [share for _, share in members], found_inf)
         for (layer, _), result in zip(members, results, strict=True):
             layer._take(*result)
     for layer in layers:
-        layer._hear(found_inf)
+        layer._on_step(found_inf)

@@ -14,16 +14,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import stream
-from .rules import Rules, window_statistics
-from .stream import State, Stream
+from ..core import state as stream
+from ..core.algorithm import window_statistics
+from ..core.config import Config
+from ..core.state import State, Stream
 
 WORLD = "world"
 _DIMENSIONS = 32  # at most, of a statistic
 
 
 class Described(Protocol):
-    def described(self) -> dict[str, str]: ...
+    def _described(self) -> dict[str, str]: ...
 
 
 _agreed: WeakKeyDictionary[Any, WeakSet[Described]] = WeakKeyDictionary()  # by group: layers that all have alike
@@ -32,7 +33,7 @@ _agreed: WeakKeyDictionary[Any, WeakSet[Described]] = WeakKeyDictionary()  # by 
 class Share(NamedTuple):
     """What a layer brings to a merge."""
 
-    rules: Rules
+    config: Config
     state: State  # earlier updates folded in, so that the window holds what came since
     seen_before: Tensor  # `seen` at the last merge
     asks: bool  # whether others know a spatial size that it may not know
@@ -119,7 +120,7 @@ def _merged(share: Share, sums: Iterable[Tensor]) -> State:
     elements = _like(seen, state.elements)  # what was seen since the last merge is the window
     before = _like(next(total), state.seen) + _like(next(total), state.seen)
     state = replace(state, stats=stats, grads=grads, seen=before + elements, elements=elements)
-    s_hat = window_statistics(share.rules, state)
+    s_hat = window_statistics(share.config, state)
     there = stats.count > 0
     mean, sigma = torch.where(there, s_hat[0], state.mean), torch.where(there, s_hat[1], state.sigma)
     return replace(state, mean=mean, sigma=sigma)
@@ -154,7 +155,7 @@ def _agree(group: Any, shares: Sequence[Share]) -> None:
     known = _agreed.setdefault(group, WeakSet())
     if all(share.layer in known for share in shares):
         return
-    own = [share.layer.described() for share in shares]
+    own = [share.layer._described() for share in shares]
     digest = int.from_bytes(sha256(repr(own).encode()).digest()[:7], "big")
     # The largest and, negated, the smallest, so that all notice if they differ.
     digests = torch.tensor([digest, -digest], device=shares[0].state.seen.device)

@@ -1,164 +1,159 @@
 """Streaming layers under torch.compile: a training call is one operator forward and one backward.
 
-An operator may say which tensors it writes into, so the compiler keeps the order of pushes; what it does inside is what
-the layer does without the compiler: kernels where they apply, plain torch otherwise. H2 is folded by the backward
-operator, because a tensor that both passes wrote to could not serve two calls before one backward pass.
+An operator may say which tensors it writes into, so the compiler keeps the order of pushes. Inside, the backend that
+serves the call does what it does without the compiler; it is chosen by the same rule when the graph is made and when
+it runs. The forward operator owns H1 and the backward operator H2: a tensor that both wrote to could not serve two
+calls before one backward pass.
 """
 
 from dataclasses import replace
-from functools import partial
-from math import prod
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import checkpointing, kernels, stream
-from .dispatch import back_through, compute_dtype, evaluate
-from .fused import as_laid_out, layout_of
-from .kernels import Layout
-from .listener import layer_at
-from .moments import Moments, Statistic
-from .normref import NormRef
-from .rules import Call, Rules, fold_gradients, fold_statistics, stream_gradients, stream_statistics
-from .stream import State, Stream
+from .. import backends
+from ..backends import H1, H2, Gradients, Plan, Result, Signature
+from ..core.algorithm import fold_gradients, fold_statistics
+from ..core.config import Config, from_text
+from ..core.state import H1 as H1_FIELDS
+from ..core.state import PARTS, State, Stream, from_dict, new_state, new_stream, of_h1, write, write_stream
+from . import compat, replay
+from .function import Normalize
+from .listener import layer_of
 
-_SETTINGS = (
-    "bool samples, str channels, str space, float p, str center, float eps, "
-    "float[] alpha, float[] beta, float[] kappa, float warmup, bool guard, bool fused"
-)
+_WRITTEN = "abcdefghijklmnopqrstuvwxyz"
+_SETTINGS = "Tensor layer, str config, str among"
+
+
+def _declared(names: tuple[str, ...]) -> str:
+    return ", ".join(f"Tensor({letter}!) {name}" for letter, name in zip(_WRITTEN, names, strict=False))
+
+
+_H2_FIELDS = tuple(f"grads_{part}" for part in PARTS)
 _LIBRARY: Any = torch.library.Library("streamnorm", "DEF")  # type: ignore[no-untyped-call]
 _LIBRARY.define(
-    f"forward_(Tensor x, Tensor? weight, Tensor? bias, Tensor? mask, {_SETTINGS}, Tensor(a!) long, Tensor(b!) short, "
-    "Tensor(c!) count, Tensor(d!) empty, Tensor(e!) pending, Tensor(f!) mean, Tensor(g!) sigma, Tensor(h!) seen, "
-    "Tensor(i!) elements, Tensor(j!) elements_before) -> (Tensor, Tensor)",
+    f"forward_(Tensor x, Tensor? weight, Tensor? bias, Tensor? mask, {_SETTINGS}, {_declared(H1_FIELDS)}) "
+    "-> (Tensor, Tensor)",
     tags=[torch.Tag.pt2_compliant_tag],
 )
 _LIBRARY.define(
-    f"backward_(Tensor dy, Tensor x, Tensor? weight, Tensor? mask, Tensor kept, {_SETTINGS}, Tensor(a!) long, "
-    "Tensor(b!) short, Tensor(c!) count, Tensor(d!) empty, Tensor(e!) pending) -> (Tensor, Tensor, Tensor)",
+    f"backward_(Tensor dy, Tensor x, Tensor? weight, Tensor? mask, Tensor kept, {_SETTINGS}, {_declared(_H2_FIELDS)}) "
+    "-> (Tensor, Tensor, Tensor)",
     tags=[torch.Tag.pt2_compliant_tag],
 )
+
+
+class Operators:
+    """What the autograd.Function takes for a backend while the compiler traces it."""
+
+    def forward(self, plan: Plan, x: Tensor, weight: Any, bias: Any, mask: Any, h1: H1) -> Result:
+        y, kept = torch.ops.streamnorm.forward_(x, weight, bias, mask, *plan.prepared, *of_h1(h1.state))
+        return y, (kept,), None
+
+    def backward(
+        self, plan: Plan, dy: Tensor, x: Tensor, weight: Any, mask: Any, saved: Any, kept: Any, h2: H2, needs: Any
+    ) -> Gradients:
+        written = [getattr(h2.grads, part) for part in PARTS]
+        dx, dgain, dbias = torch.ops.streamnorm.backward_(dy, x, weight, mask, saved[0], *plan.prepared, *written)
+        return dx if needs[0] else None, dgain if needs[1] else None, dbias if needs[2] else None
+
+
+_OPERATORS: Any = Operators()
 
 
 def stream_compiled(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, mask: Tensor | None, rules: Rules, fused: bool, state: State
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mask: Tensor | None,
+    tag: Tensor,
+    config: Config,
+    state: State,
 ) -> Tensor:
-    """A training call of a streaming layer, for the compiler to trace. `fused`: the kernels serve this layer."""
-    s, r = rules.statistic, rules
-    settings = (s.ref.samples, s.ref.channels, str(s.ref.space), s.p, s.center, s.eps)
-    streaming = (list(r.alpha), list(r.beta), list(r.kappa), float(r.warmup), r.guard, fused)
-    return cast(Tensor, _Compiled.apply(x, weight, bias, mask, (*settings, *streaming), state))  # type: ignore[no-untyped-call]
+    """A training call of a streaming layer, for the compiler to trace. `tag`: the layer's `_name_tag`."""
+    plan = Plan(None, _OPERATORS, (tag, config.text, backends.among))  # type: ignore[arg-type]
+    return Normalize.apply(x, weight, bias, mask, plan, H1(state), H2(state.grads))  # type: ignore[no-untyped-call, no-any-return]
 
 
-class _Compiled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Any, bias: Any, mask: Any, settings: tuple[Any, ...], state: State) -> Any:
-        stats = state.stats
-        streams = stats.long, stats.short, stats.count, stats.empty, stats.pending, state.mean, state.sigma
-        counters = state.seen, state.elements, state.elements_before
-        y, kept = torch.ops.streamnorm.forward_(x, weight, bias, mask, *settings, *streams, *counters)
-        ctx.save_for_backward(x, weight, mask, kept)
-        ctx.settings, ctx.grads = settings, state.grads  # H2 itself, not as it is now
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        x, weight, mask, kept = ctx.saved_tensors
-        h2 = ctx.grads
-        written = h2.long, h2.short, h2.count, h2.empty, h2.pending
-        dx, dgain, dbias = torch.ops.streamnorm.backward_(dy, x, weight, mask, kept, *ctx.settings, *written)
-        needs_x, needs_gain, needs_bias, *_ = ctx.needs_input_grad
-        return dx if needs_x else None, dgain if needs_gain else None, dbias if needs_bias else None, None, None, None
+def _signature(x: Tensor, weight: Any, bias: Any, mask: Any, text: str, stored: torch.dtype) -> Signature:
+    return backends.signature_of(from_text(text), x, weight, bias, mask, stored, compiled=True)
 
 
-def _rules(samples: bool, channels: str, space: str, p: float, center: str, eps: float, *streaming: Any) -> Rules:
-    alpha, beta, kappa, warmup, guard = streaming
-    ref = NormRef(samples, cast(Any, channels), "all" if space == "all" else int(space))
-    return Rules(Statistic(ref, p, center, eps), tuple(alpha), tuple(beta), tuple(kappa), warmup, guard)
-
-
-def _record(rules: Rules) -> bytes:
-    s = rules.statistic
-    streaming = rules.alpha, rules.beta, rules.kappa, rules.warmup, rules.guard
-    return kernels.settings_record(s.p, s.center, *streaming, s.eps)
-
-
-@torch.no_grad()
-def _forward(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, mask: Tensor | None, *rest: Any
-) -> tuple[Tensor, Tensor]:
-    *settings, fused, long, short, count, empty, pending, mean, sigma, seen, elements, elements_before = rest
-    rules, h1 = _rules(*settings), Stream(long, short, count, empty, pending)
-    h2 = stream.new_stream(tuple(mean.shape), mean)  # not this operator's business
-    state = State(h1, h2, mean, sigma, seen, elements, elements_before, loss_scale=mean.new_zeros(()))
-    repetition = checkpointing.begin(count.data_ptr(), True, partial(stream.copied, state))
-    layer = layer_at(count if weight is None else weight)
-    if repetition is not None:
-        state = stream.copied(repetition.kept)
-    elif layer is not None:
-        layer._forward_runs(weight)
-    if fused:
-        if state.stats.pending:  # not by the kernels, which round otherwise; all processes of a group do it alike
-            stream.write(state, fold_statistics(rules, state))
-        x, weight, bias = _readable(x), _contiguous(weight), _contiguous(bias)
-        y, kept = torch.empty_like(x), x.new_empty(kernels.kept_size(x.shape[1]))
-        kernels.layer_forward(_record(rules), _addresses(state), cast(Layout, layout_of(x)), x, weight, bias, kept, y)
-        return y, kept
-    after, call = stream_statistics(rules, fold_statistics(rules, state), x.to(compute_dtype(x, mean)), mask)
-    y = evaluate(x, call.mean, call.sigma, weight, bias, mask)
-    stream.write(state, after)
-    return _laid_out_like(x, y), _pack(call)
-
-
-@torch.no_grad()
-def _backward(
-    dy: Tensor, x: Tensor, weight: Tensor | None, mask: Tensor | None, kept: Tensor, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    *settings, fused, long, short, count, empty, pending = rest
-    rules, h2 = _rules(*settings), Stream(long, short, count, empty, pending)
-    grads = fold_gradients(rules, h2, *kept[-2:].to(long.dtype))
-    layer = layer_at(count if weight is None else weight)
-    if layer is not None:
-        layer._backward_runs()
-    if fused:
-        stream.write_stream(h2, grads)
-        x, weight = _readable(x), _contiguous(weight)
-        unused = stream.new_state((x.shape[1],), long)
-        state = replace(unused, grads=h2)
-        dx = torch.empty_like(x)
-        sums = x.new_empty(x.shape[1]), x.new_empty(x.shape[1])
-        dy = as_laid_out(dy, dx.shape, dx.stride())
-        layout = cast(Layout, layout_of(x))
-        kernels.layer_backward(_record(rules), _addresses(state), layout, x, weight, kept, dy, 1.0, (dx, *sums))
-        return dx, *sums
-    call = _unpack(kept, x, rules, mask is not None)
-
-    def gradient(grad_mean: Tensor, grad_sigma: Tensor) -> tuple[Tensor, Tensor]:
-        pushed, passed_on = stream_gradients(rules, grads, call, grad_mean, grad_sigma, None)
-        stream.write_stream(h2, pushed)
-        return passed_on
-
-    parts = x, weight, mask, call.mean, call.sigma, call.own, rules.statistic
-    result, dgain, dbias = back_through(dy, *parts, gradient, True)
-    dtype = dgain.dtype if weight is None else weight.dtype
-    return _laid_out_like(x, cast(Tensor, result)), dgain.to(dtype), dbias.to(dtype)
-
-
-def _addresses(state: State) -> bytes:
-    """Of a state that the caller holds."""
-    channels = state.mean.numel()
-    if not kernels.holds(state, channels):
+def _plan(call: Signature, among: str, x: Tensor, weight: Any, bias: Any, state: State | None) -> Plan:
+    """The choice is that of the graph; tensors have memory now, and are looked at."""
+    backend = backends.choose(call, x, weight, bias, state, backends.named(among)).backend
+    now = call._replace(compiled=False)
+    prepared = backend.prepare(now, x, weight, bias, state)
+    if prepared is None:
         raise RuntimeError(
             "the state of a compiled streaming layer was moved or replaced since it was compiled: run torch.compile "
             "again, or call torch.compiler.reset() first"
         )
-    return kernels.addresses(kernels.state_readers(state))
+    return Plan(now, backend, prepared)
+
+
+@torch.no_grad()
+def _forward(
+    x: Tensor, weight: Any, bias: Any, mask: Any, tag: Tensor, text: str, among: str, *h1: Tensor
+) -> tuple[Tensor, Tensor]:
+    tensors = dict(zip(H1_FIELDS, h1, strict=True))
+    like = tensors["mean"]
+    h2 = {f"grads_{part}": getattr(new_stream(tuple(like.shape), like), part) for part in PARTS}
+    state = from_dict(tensors | h2 | {"loss_scale": like.new_zeros(())})  # H2 is not this operator's business
+    layer = layer_of(tag)
+    entry = replay.begin(int(tag), True)
+    given = x
+    x, weight, bias = _readable(x), _contiguous(weight), _contiguous(bias)
+    plan = _plan(_signature(x, weight, bias, mask, text, like.dtype), among, x, weight, bias, state)
+    if entry is not None and entry.again:
+        result = plan.backend.repeat(plan, x, weight, bias, mask, entry.kept[1])
+    else:
+        if layer is not None:
+            layer._on_forward(weight)
+            if layer._folds_alike:
+                write(state, fold_statistics(plan.call.config, state), H1_FIELDS)
+        result = plan.backend.forward(plan, x, weight, bias, mask, H1(state))
+    if entry is not None:
+        entry.kept = plan.backend, result[2]
+    return _laid_out_like(given, result[0]), plan.backend.pack(plan, result)
+
+
+@torch.no_grad()
+def _backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    mask: Tensor | None,
+    kept: Tensor,
+    tag: Tensor,
+    text: str,
+    among: str,
+    *grads: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    h2 = Stream(*grads)
+    layer = layer_of(tag)
+    given = x
+    x, weight = _readable(x), _contiguous(weight)
+    call = _signature(x, weight, weight, mask, text, h2.long.dtype)
+    like = h2.long.new_empty(h2.long.shape[1:])
+    state = replace(new_state(tuple(like.shape), like), grads=h2)  # H1 is not this operator's business
+    plan = _plan(call, among, x, weight, weight, state)
+    if layer is not None:
+        layer._on_backward()
+        if layer._folds_alike:
+            window, total = kept[-2:].to(torch.float64)
+            write_stream(h2, fold_gradients(plan.call.config, h2, window, total))
+    saved, its = plan.backend.unpack(plan, x, mask, kept)
+    dx, dgain, dbias = plan.backend.backward(plan, dy, x, weight, mask, saved, its, H2(h2), (True, True, True))
+    dtype = call.compute if weight is None else weight.dtype
+    return _laid_out_like(given, dx), dgain.to(dtype), dbias.to(dtype)  # type: ignore[arg-type, union-attr]
 
 
 def _readable(x: Tensor) -> Tensor:
-    """What the kernels can read, laid out as torch.empty_like lays out its result."""
-    return x if layout_of(x) and torch.empty_like(x).stride() == x.stride() else x.contiguous()
+    """What backends can read, laid out as torch.empty_like lays out its result."""
+    known = backends.layout_of(x) != "other" and torch.empty_like(x).stride() == x.stride()
+    return x if known else x.contiguous()
 
 
 def _contiguous(vector: Tensor | None) -> Tensor | None:
@@ -171,47 +166,24 @@ def _laid_out_like(x: Tensor, result: Tensor) -> Tensor:
     return result if result.stride() == like.stride() else like.copy_(result)
 
 
-def _shapes(x: Tensor, rules: Rules) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Of s_hat and of S(x), as they broadcast against x."""
-    shape = rules.statistic.ref.kept_shape(x.shape)
-    return shape, ((1 if rules.statistic.ref.samples else x.shape[0]), *shape[1:])
-
-
-def _pack(call: Call) -> Tensor:
-    """What a call keeps, as one vector: an operator returns a fixed number of tensors."""
-    own, dtype = call.own, call.own.mean.dtype
-    present = torch.ones_like(own.mean) if own.present is None else own.present
-    vectors = [own.mean, own.sigma, own.center, own.elements, present]
-    parts = [vector.expand_as(own.mean) for vector in vectors] + [call.mean, call.sigma, *call[3:]]
-    return torch.cat([part.to(dtype).flatten() for part in parts])
-
-
-def _unpack(kept: Tensor, x: Tensor, rules: Rules, masked: bool) -> Call:
-    hat, own = _shapes(x, rules)
-    parts = torch.split(kept, [prod(own)] * 5 + [prod(hat)] * 2 + [1] * 5)
-    mean, sigma, center, elements, present = (part.reshape(own) for part in parts[:5])
-    accept, *numbers = (part.reshape(()) for part in parts[7:])
-    moments = Moments(mean, sigma, center, elements, present.bool() if masked else None)
-    return Call(moments, parts[5].reshape(hat), parts[6].reshape(hat), accept.bool(), *numbers)
-
-
-def _forward_shapes(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    if "ac_graph_id" in torch.fx.traceback.get_current_meta():  # the compiler's mark of what it may run again
+def _forward_shapes(
+    x: Tensor, weight: Any, bias: Any, mask: Any, tag: Tensor, text: str, among: str, *h1: Tensor
+) -> tuple[Tensor, Tensor]:
+    if compat.repeats_in_backward():
         raise RuntimeError(
             "the compiler would repeat a streaming layer in backward from a state that has moved on: compile inside "
             "the checkpoint, as in checkpoint(torch.compile(segment), x, use_reentrant=False)"
         )
-    *settings, fused = rest[3:15]
-    if fused:
-        size = kernels.kept_size(x.shape[1])
-    else:
-        hat, own = _shapes(x, _rules(*settings))
-        size = 5 * prod(own) + 2 * prod(hat) + 5
-    return torch.empty_like(x), x.new_empty(size, dtype=compute_dtype(x, rest[-5]))
+    stored = h1[H1_FIELDS.index("mean")].dtype
+    call = _signature(x, weight, bias, mask, text, stored)
+    backend = backends.choose(call, x, weight, bias, None, backends.named(among)).backend
+    return torch.empty_like(x), x.new_empty(backend.packed_size(call, x), dtype=call.compute)
 
 
-def _backward_shapes(dy: Tensor, x: Tensor, weight: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    dtype = compute_dtype(x, rest[-5]) if weight is None else weight.dtype
+def _backward_shapes(
+    dy: Tensor, x: Tensor, weight: Tensor | None, mask: Any, kept: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    dtype = kept.dtype if weight is None else weight.dtype
     return torch.empty_like(x), x.new_empty(x.shape[1], dtype=dtype), x.new_empty(x.shape[1], dtype=dtype)
 
 

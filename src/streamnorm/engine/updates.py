@@ -1,6 +1,5 @@
 """Who hears of a weight update: one global optimizer hook, `attach` for the rest, and `paused`."""
 
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -16,7 +15,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from .listener import Listener, Scaler, listeners, tell
+from .compat import within_sharded_step
+from .listener import Listener, Scaler, listeners, on_step
 
 
 class Removable(Protocol):
@@ -28,20 +28,9 @@ _attached: WeakKeyDictionary[Optimizer, list[list[Listener]]] = WeakKeyDictionar
 
 def after_step(optimizer: Optimizer, args: Any = (), kwargs: Any = None) -> None:
     """What every step of an optimizer of torch is followed by: the layers that it updates hear of it."""
-    if listeners and not _within_sharded_step():
-        tell(listeners_of(optimizer), _found_inf(optimizer))
-
-
-def _within_sharded_step() -> bool:
-    """Whether this is a step that a ZeroRedundancyOptimizer lets an inner one make, on the parameters of one process.
-
-    The processes would merge different layers; all of them hear of the outer step.
-    """
-    sharding = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
-    frame = sys._getframe() if sharding else None
-    while frame is not None and frame.f_code.co_filename != sharding.__file__:  # type: ignore[union-attr]
-        frame = frame.f_back
-    return frame is not None
+    # Of a ZeroRedundancyOptimizer the outer step counts: after the inner ones processes would merge different layers.
+    if listeners and not within_sharded_step():
+        on_step(listeners_of(optimizer), _found_inf(optimizer))
 
 
 def listeners_of(optimizer: Optimizer) -> list[Listener]:
@@ -67,8 +56,6 @@ def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]
     if not (isinstance(optimizer, LBFGS) and listeners):
         return None
     layers = listeners_of(optimizer)
-    if not layers:
-        return None
     optimizer_again, *given = args
     closure = given[0] if given else kwargs.get("closure")
     return (optimizer_again, _repeatable(closure, layers)), {}
@@ -80,7 +67,9 @@ def _repeatable(closure: Callable[[], Any], layers: Sequence[Listener]) -> Calla
     In each of them the layers are batch norms, differentiated exactly: gradients of earlier mini-batches belong to
     other weights, and a line search along them goes anywhere.
     """
-    begin, evaluations = [layer._snapshot() for layer in layers], 0
+    begin, evaluations = [layer._rewinder() for layer in layers], 0
+    others = [layer for layer in listeners if layer not in layers]
+    calls, undo = [layer._pulse.forwards for layer in others], [layer._rewinder() for layer in others]
 
     def evaluate() -> Any:
         nonlocal evaluations
@@ -91,7 +80,16 @@ def _repeatable(closure: Callable[[], Any], layers: Sequence[Listener]) -> Calla
         with ExitStack() as stack:
             for layer in layers:
                 stack.enter_context(layer._exactly())
-            return closure()
+            loss = closure()
+        if [layer._pulse.forwards for layer in others] != calls:
+            for restore in begin + undo:
+                restore()
+            raise RuntimeError(
+                "LBFGS evaluates its closure several times per step, and a streaming layer that runs in it has no "
+                "parameter in the optimizer (affine=False, or frozen), so its statistics would move in between: call "
+                "streamnorm.attach(optimizer, model) once"
+            )
+        return loss
 
     return evaluate
 
@@ -122,13 +120,18 @@ def attach(optimizer: Any, module: nn.Module, scaler: Scaler | None = None) -> R
     """Let every streaming layer in `module` hear of the steps of `optimizer`; returns a handle with `remove()`.
 
     Needed for layers that own no parameters in a torch optimizer: `affine=False`, frozen ones, foreign optimizers.
-    With a `torch.amp.GradScaler` pass it as `scaler`, for all layers: the streamed gradients are then kept unscaled,
-    and a skipped step is no update and leaves nothing behind in them.
 
-    >>> import torch, streamnorm
-    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), streamnorm.StreamingNorm(8, affine=False))
-    >>> handle = attach(torch.optim.SGD(model.parameters(), lr=0.1), model)
-    >>> handle.remove()
+    Args:
+        optimizer: anything with a `step()`.
+        module: a model with streaming layers, or one of them.
+        scaler: a `torch.amp.GradScaler`, if there is one, for all layers: the streamed gradients are then kept
+            unscaled, and a skipped step is no update and leaves nothing behind in them.
+
+    Example:
+        >>> import torch, streamnorm
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), streamnorm.StreamingNorm(8, affine=False))
+        >>> handle = attach(torch.optim.SGD(model.parameters(), lr=0.1), model)
+        >>> handle.remove()
     """
     layers = [layer for layer in module.modules() if isinstance(layer, Listener)]
     if not layers:
@@ -172,7 +175,7 @@ def _after_steps_of(optimizer: Any, layers: list[Listener]) -> Callable[[], None
     def step_and_tell(*args: Any, **kwargs: Any) -> Any:
         result = step(*args, **kwargs)
         if listening:
-            tell(layers, _found_inf(optimizer))
+            on_step(layers, _found_inf(optimizer))
         return result
 
     def stop() -> None:
@@ -190,14 +193,18 @@ def paused(model: nn.Module) -> Iterator[None]:
     """A context in which calls in training mode change no statistics.
 
     Streaming layers normalize with their latest statistics, as in evaluation; batch norms still use the mini-batch
-    but leave their running estimates alone. For a generator's step through the discriminator of a GAN:
+    but leave their running estimates alone. As for a generator's step through the discriminator of a GAN.
 
-    >>> import torch, streamnorm
-    >>> critic = streamnorm.StreamingNorm(3)
-    >>> with paused(critic):
-    ...     _ = critic(torch.randn(8, 3))
-    >>> int(critic.stats.count)
-    0
+    Args:
+        model: a model with norms, or one of them.
+
+    Example:
+        >>> import torch, streamnorm
+        >>> critic = streamnorm.StreamingNorm(3)
+        >>> with paused(critic):
+        ...     _ = critic(torch.randn(8, 3))
+        >>> int(critic.stats.count)
+        0
     """
     layers: list[Any] = [layer for layer in model.modules() if hasattr(layer, "_paused")]
     for layer in layers:

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ._version import __version__
-from .lab import commands
-from .lab.errors import LabError
-from .lab.figures import FIGURES
-from .lab.grid import BATCHES, NETS, SAMPLES, SEEDS, SIZE
-from .lab.runs import IMAGES
-from .lab.scales import SCALES
+from .. import __version__
+from . import commands
+from .errors import LabError
+from .figures import FIGURES
+from .grid import BATCHES, NETS, SAMPLES, SEEDS, SIZE
+from .runs import IMAGES
+from .scales import SCALES
 
 DESCRIPTION = """The experiments of "Streaming Normalization" (Liao, Kawaguchi, Poggio 2016), one command each."""
 EXAMPLES = """examples:

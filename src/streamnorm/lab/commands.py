@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 
-from ..starting import stoppable
 from .claims import Verdict, judge
 from .errors import LabError
 from .figures import FIGURES, Figure
@@ -13,6 +12,7 @@ from .grid import Grid, rates_of
 from .results import FigureResults, Result, ends, mean_and_error, read_folder
 from .runs import IMAGES
 from .scales import SCALES
+from .starting import stoppable
 from .view import cells
 from .view.panels import draw_grid
 from .view.plot import draw, style

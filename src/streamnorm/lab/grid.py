@@ -62,7 +62,7 @@ class Place:
 
     def run(self, base: float, seed: int, size: int, data: str = "cifar10") -> Run:
         """A run of this place. Where the guard has nothing to do, with it is the same run as without."""
-        from ..stream import FULL  # needs torch, and the command line reads this file to answer at once
+        from ..core.algorithm import FULL  # needs torch, and the command line reads this file to answer at once
 
         norm = NORMS[self.norm]
         return replace(

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from .. import monitor
+from ..engine.compat import foreach_norm
 
 
 class GradientNorm:
@@ -19,7 +20,7 @@ class GradientNorm:
     def _before_step(self, optimizer: torch.optim.Optimizer, *rest: Any) -> None:
         if self.wanted:
             gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-            self.norm = float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients))))
+            self.norm = float(torch.linalg.vector_norm(torch.stack(list(foreach_norm(gradients)))))
 
 
 def health(model: nn.Module, gradient: float) -> dict[str, float]:

@@ -1,38 +1,49 @@
 """What all norms share: their statistic, gain and bias, and the checks at the door."""
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from math import isfinite
+from dataclasses import fields, replace
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .dispatch import apply, materialized, native_operator
+from ..backends import reasons, signature_of
+from ..core.config import Statistic
+from ..core.reference import code_of
+from ..core.state import State
+from ..engine.context import check_memory, materialized, refuse_transforms
 from .encoders import watch_encoders
-from .kernels import in_memory
-from .moments import Moments, Statistic
-from .native import Results
-from .normref import CODES, NormRef, resolve
-from .transforms import refuse_transforms
 
 Device = torch.device | str | int | None
+
+
+def setting(name: str, meaning: str) -> Any:
+    """An attribute of a norm that stands in its `config`. It can be set, and is checked again."""
+
+    def read(norm: Any) -> Any:
+        return getattr(norm.config, name)
+
+    def write(norm: Any, value: Any) -> None:
+        config = replace(norm.config, **{name: value})
+        norm._check(config)
+        norm.config = config
+
+    return property(read, None if name == "ref" else write, doc=meaning)  # statistics belong to their reference
 
 
 class Norm(nn.Module):
     """Base of the public norms, never used by itself."""
 
     _paused = 0  # depth of `paused` contexts
-    _dims: frozenset[int] = frozenset()  # see `remember`
+    _dims: frozenset[int] = frozenset()  # see `_remember`
+    config: Statistic
+    _config_type: type[Statistic] = Statistic
 
     def __init__(
         self,
         num_features: int,
+        config: Statistic,
         *,
-        ref: str | NormRef,
-        p: float,
-        center: str,
-        eps: float,
         affine: bool,
         channel_dim: int,
         device: Device,
@@ -41,51 +52,46 @@ class Norm(nn.Module):
         super().__init__()
         watch_encoders(Norm)
         check_count("num_features", num_features)
-        if not (is_number(p) and p >= 1):
-            raise ValueError(f"p={p!r}: the order of the moment must be a finite number of at least 1")
-        if not (is_number(eps) and eps >= 0):
-            raise ValueError(f"eps={eps!r}: must be a finite number of at least 0")
-        if center not in ("mean", "running", "zero"):
-            raise ValueError(f'center={center!r}: use "mean" (setting A), "running" (B) or "zero" (C)')
         check_channel_dim(channel_dim)
         check_dtype(dtype)
         self.num_features = num_features
-        self.ref = resolve(ref)
-        self.p = float(p)
-        self.center = center
-        self.eps = float(eps)
+        self._check(config)
+        self.config = config
         self.affine = bool(affine)
         self.channel_dim = channel_dim
-        pooled = num_features if self.ref.channels == "all" else 1
-        if center == "mean" and not self.ref.samples and self.ref.space == 1 and pooled == 1:
-            raise ValueError(
-                f"{self.ref} with num_features={num_features} has one element per statistic, from which "
-                'center="mean" leaves nothing: use center="zero", or a larger reference'
-            )
         self.weight: nn.Parameter | None = None
         self.bias: nn.Parameter | None = None
         if affine:
             self.weight, self.bias = new_affine(num_features, device, dtype)
 
+    def _check(self, config: Statistic) -> None:
+        """Refuse settings that this kind of norm cannot have."""
+        ref, pooled = config.ref, self.num_features if config.ref.channels == "all" else 1
+        if config.center == "mean" and not ref.samples and ref.space == 1 and pooled == 1:
+            raise ValueError(
+                f"{ref} with num_features={self.num_features} has one element per statistic, from which "
+                'center="mean" leaves nothing: use center="zero", or a larger reference'
+            )
+
+    ref = setting("ref", "Which activations share statistics.")
+    p = setting("p", "The order of the moment.")
+    center = setting("center", "What the p-th moment is taken about.")
+    eps = setting("eps", "Added inside of the root of sigma.")
+
     @property
-    def collects(self) -> bool:
+    def _collects(self) -> bool:
         """Whether a call now takes statistics of its input."""
         return True
 
     @property
-    def learns(self) -> bool:
+    def _learns(self) -> bool:
         """Whether a call now changes the statistics that the norm keeps."""
         return self.training and not self._paused
 
     @property
-    def stored(self) -> Tensor | None:
+    def _stored(self) -> Tensor | None:
         """The stored mean, if the norm keeps one; its shape is that of all stored statistics."""
         return None
-
-    @property
-    def statistic(self) -> Statistic:
-        """What S depends on but the data."""
-        return Statistic(self.ref, self.p, self.center, self.eps)
 
     def reset_running_stats(self) -> None:
         """Forget the statistics, if the norm keeps any."""
@@ -95,23 +101,23 @@ class Norm(nn.Module):
         self.reset_running_stats()
         reset_affine(self.weight, self.bias)
 
-    def enter(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def _to_channels_first(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Check a call and give its input as `(N, C, *space)` and its mask as `(N, 1, *space)`."""
-        if self.learns:
+        if self._learns:
             refuse_transforms(type(self).__name__)
-        x = channels_second(x, self.num_features, self.channel_dim)
+        x = to_channels_first(x, self.num_features, self.channel_dim)
         if mask is not None:
             mask = mask_over_channels(mask, x)
-        if self.collects:
-            self.check_elements(x)
+        if self._collects:
+            self._check_elements(x)
         self._check_space(x)
         if not torch.compiler.is_compiling():
             check_memory(input=x, **self._parameters)
             x = materialized(x)
-            self.remember(x.ndim if mask is None else 0)
+            self._remember(x.ndim if mask is None else 0)
         return x, mask
 
-    def check_elements(self, x: Tensor) -> None:
+    def _check_elements(self, x: Tensor) -> None:
         """Whether statistics can be taken of `(N, C, *space)`."""
         fewest = self.ref.fewest_elements(x.shape) if x.numel() else 0
         if fewest == 0:
@@ -123,7 +129,7 @@ class Norm(nn.Module):
                 f'center="mean" leaves nothing: use StreamingNorm with center="running", or {more}'
             )
 
-    def remember(self, dims: int) -> None:
+    def _remember(self, dims: int) -> None:
         """Note how many dimensions inputs have, which decides what can stand for the layer.
 
         0: there was a mask or a timestep, as only norms of ours take them.
@@ -131,31 +137,16 @@ class Norm(nn.Module):
         if dims not in self._dims:  # attributes of modules are slow to set
             self._dims |= {dims}
 
-    def remember_step(self) -> None:
+    def _remember_step(self) -> None:
         """The same for a call that was given a timestep."""
         if not torch.compiler.is_compiling():
-            self.remember(0)
+            self._remember(0)
 
-    def leave(self, y: Tensor) -> Tensor:
-        """Undo the change of layout of `enter`."""
+    def _restore_layout(self, y: Tensor) -> Tensor:
+        """Undo `_to_channels_first`."""
         return y if self.channel_dim == 1 else y.movedim(1, -1)
 
-    def native(self, x: Tensor, mask: Tensor | None, stored: Tensor | None = None) -> Results | None:
-        """N(x, S(x)) by torch's own operator, the mean and 1 / sigma; None where there is none that applies."""
-        if self.p != 2 or self.center != "mean" or self.eps == 0:
-            return None
-        weight, bias = self.weight, self.bias
-        operator = native_operator(self.ref, x, mask, weight, bias, stored)
-        return operator(x, weight, bias, self.eps) if operator else None
-
-    def normalize_by_own(self, x: Tensor, own: Moments, mask: Tensor | None) -> Tensor:
-        """N(x, S(x)), differentiated exactly: sample and batch normalization."""
-        y = apply(
-            x, self.weight, self.bias, mask, own.mean, own.sigma, own, self.statistic, lambda mean, sigma: (mean, sigma)
-        )
-        return self.leave(y)
-
-    def view(self, mean: Tensor, sigma: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    def _shaped_like_input(self, mean: Tensor, sigma: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         """Stored statistics, shaped to broadcast against the input; 0 and 1 where nothing is stored yet."""
         if mean.numel() == 0:
             shape = tuple(1 for _ in x.shape)
@@ -163,49 +154,72 @@ class Norm(nn.Module):
         shape = self.ref.kept_shape(x.shape)
         return mean.reshape(shape), sigma.reshape(shape)
 
-    def statistic_shape(self, x: Tensor) -> tuple[int, ...]:
+    def _statistic_shape(self, x: Tensor) -> tuple[int, ...]:
         """Shape of a stored statistic for this input."""
-        return self.ref.statistic_shape(self.num_features, tuple(x.shape[2:]))
+        return self.config.ref.statistic_shape(self.num_features, tuple(x.shape[2:]))
 
-    def initial_shape(self) -> tuple[int, ...]:
+    def _initial_shape(self) -> tuple[int, ...]:
         """Shape of a stored statistic before the first call: empty where it depends on the spatial size."""
-        return (0,) if self.ref.located else self.ref.statistic_shape(self.num_features, ())
+        ref = self.config.ref
+        return (0,) if ref.located else ref.statistic_shape(self.num_features, ())
 
     def _check_space(self, x: Tensor) -> None:
         """References with a location belong to one spatial size, that of the first training call."""
-        stored = self.stored if self.ref.located else None
-        if stored is not None and stored.numel() and tuple(stored.shape) != self.statistic_shape(x):
+        stored = self._stored if self.ref.located else None
+        if stored is not None and stored.numel() and tuple(stored.shape) != self._statistic_shape(x):
             bound = tuple(stored.shape[self.ref.channels == "each" :])
             raise ValueError(
                 f"input has spatial size {tuple(x.shape[2:])}, but {self.ref} keeps statistics per location and this "
                 f"layer is bound to {bound}: call reset_running_stats() first, or use a reference without a location"
             )
 
-    def can_hold(self, shape: torch.Size) -> bool:
+    def _can_hold(self, shape: torch.Size) -> bool:
         """Whether statistics of this shape may replace the stored ones: the same, or either not bound to a size yet."""
-        stored = self.stored
+        stored = self._stored
         if stored is None or shape == stored.shape:
             return stored is not None
         legal = shape == (0,) or self.ref.channels == "all" or shape[:1] == (self.num_features,)
         return self.ref.located and legal and (stored.numel() == 0 or shape == (0,))
 
-    def arguments(self, **own: object) -> dict[str, object]:
-        """The constructor's arguments, but for the size."""
-        code = {ref: code for code, ref in CODES.items()}.get(self.ref, self.ref)
-        common = {"ref": code, "p": self.p, "center": self.center}
-        return common | own | {"eps": self.eps, "affine": self.affine, "channel_dim": self.channel_dim}
+    def _explained(self, x: Tensor, mask: Tensor | None) -> list[str]:
+        """For `streamnorm.backends.explain`."""
+        if not self._collects:
+            return ["This call uses the latest statistics, in ordinary torch operations: it is served by no backend."]
+        before = self._dims
+        x, mask = self._to_channels_first(x, mask)
+        self._dims = before
+        dtype = torch.promote_types(x.dtype, torch.float32) if self._stored is None else self._stored.dtype
+        call = signature_of(self.config, x, self.weight, self.bias, mask, dtype)
+        return reasons(call, x, self.weight, self.bias, self._state_for(x))
 
-    def settings(self, **own: object) -> str:
-        """The same for `extra_repr`."""
-        return ", ".join([str(self.num_features)] + [f"{k}={v!r}" for k, v in self.arguments(**own).items()])
+    def _state_for(self, x: Tensor) -> State | None:
+        """What a training call of a streaming norm would write into."""
+        return None
+
+    def extra_repr(self) -> str:
+        """The arguments that made it: the size, and what differs from the defaults."""
+        defaults = {name: each.default for name, each in signature(type(self).__init__).parameters.items()}
+        given = self._arguments()
+        defaults["kappa"] = given.get("alpha", ()) * 2
+        words = [f"{name}={value!r}" for name, value in given.items() if value != defaults.get(name)]
+        return ", ".join([str(self.num_features), *words])
+
+    def _arguments(self) -> dict[str, Any]:
+        """The constructor's arguments, but for the size."""
+        settings = {field.name: getattr(self.config, field.name) for field in fields(self.config)}
+        return settings | {"ref": code_of(self.ref), "affine": self.affine, "channel_dim": self.channel_dim}
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
         # A copy is not paused, and makes its own plans.
-        return {key: value for key, value in state.items() if key not in ("_paused", "_plan", "_known", "_sent")}
+        return {key: value for key, value in state.items() if key not in ("_paused", "_known", "_looked", "_sent")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         watch_encoders(Norm)  # in another process this may be the first norm
+        if "config" not in state:  # pickled before settings were one object
+            names = [name for name in self._config_type.__dataclass_fields__ if name in state]
+            state = state | {"config": self._config_type(**{name: state[name] for name in names})}
+            state = {key: value for key, value in state.items() if key not in names}
         super().__setstate__(state)  # type: ignore[no-untyped-call]
 
 
@@ -236,32 +250,6 @@ def moved(tensor: Tensor, fn: Any) -> Tensor:
     return result if result.dtype == dtype else tensor.to(device=result.device, dtype=dtype)
 
 
-def outside_inference_mode() -> AbstractContextManager[Any]:
-    """For tensors that outlive the call: what is made in inference mode could not be used in training later."""
-    if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
-        return nullcontext()
-    return torch.inference_mode(False)
-
-
-def is_number(value: object) -> bool:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
-    try:
-        return isfinite(value)
-    except OverflowError:  # an integer too large for a float
-        return False
-
-
-def numbers(name: str, values: Sequence[float], meaning: str) -> tuple[float, ...]:
-    """`values` as floats, one for each word of `meaning`."""
-    wanted = len(meaning.split())
-    if isinstance(values, str) or not isinstance(values, Sequence) or not all(map(is_number, values)):
-        raise ValueError(f"{name}={values!r}: must be {wanted} finite numbers ({meaning})")
-    if len(values) != wanted:
-        raise ValueError(f"{name}={values!r} has {len(values)} numbers: it takes {wanted} ({meaning})")
-    return tuple(map(float, values))
-
-
 def check_count(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         shape = ", not a shape" if isinstance(value, tuple | list) else ""
@@ -278,7 +266,7 @@ def check_channel_dim(channel_dim: object) -> None:
         raise ValueError(f"channel_dim={channel_dim!r}: use 1 for (N, C, *space) or -1 for (N, *space, C)")
 
 
-def channels_second(x: Tensor, num_features: int, channel_dim: int) -> Tensor:
+def to_channels_first(x: Tensor, num_features: int, channel_dim: int) -> Tensor:
     """The input as `(N, C, *space)`, checked."""
     if not isinstance(x, Tensor):
         raise TypeError(f"input is {type(x).__name__}: pass a torch.Tensor")
@@ -303,16 +291,6 @@ def channels_second(x: Tensor, num_features: int, channel_dim: int) -> Tensor:
             f"layer has num_features={num_features}: expected {layout} (see channel_dim){one}"
         )
     return x if channel_dim == 1 else x.movedim(-1, 1)
-
-
-def check_memory(**tensors: Tensor | None) -> None:
-    """Refuse tensors whose storage was resized under them: torch and the kernels would read beyond its end."""
-    for name, tensor in tensors.items():
-        if tensor is not None and not in_memory(tensor):
-            raise ValueError(
-                f"{name} of shape {tuple(tensor.shape)} has {tensor.untyped_storage().nbytes()} bytes of memory, fewer "
-                "than its shape needs: the storage was resized or freed; resize it back, or give the values anew"
-            )
 
 
 def mask_over_channels(mask: Tensor, x: Tensor) -> Tensor:

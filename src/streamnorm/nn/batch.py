@@ -1,97 +1,20 @@
-"""The layers that take their statistics from the sample or the mini-batch, and gain and bias alone."""
+"""Batch normalization: statistics of the mini-batch in training, running estimates in evaluation."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from . import checkpointing
-from .base import (
-    Device,
-    Norm,
-    channels_second,
-    check_channel_dim,
-    check_count,
-    check_dtype,
-    is_number,
-    moved,
-    new_affine,
-    outside_inference_mode,
-    reset_affine,
-    statistics_like,
-)
-from .dispatch import apply_ordinary, compute_dtype, evaluate
+from ..backends.memory import outside_inference_mode
+from ..core.config import Statistic, is_number
+from ..core.reference import NormRef, code_of
+from ..core.statistics import fixed_center, mini_batch_statistics
+from ..engine import replay
+from ..engine.context import transformed
+from ..engine.function import evaluate, normalize_mini_batch, normalize_ordinary
+from .base import Device, Norm, check_count, moved, statistics_like
 from .hints import hinted
 from .loading import BATCHNORM_KEYS, batchnorm_statistics, estimate_faults, is_batchnorm
-from .moments import Center, all_finite, channelwise, fixed_center, measure, mini_batch_statistics
-from .normref import NormRef
-from .transforms import transformed
-
-
-@hinted
-class SampleNorm(Norm):
-    """Sample Normalization: each sample is normalized by its own statistics, in training and evaluation alike.
-
-    y = weight * (x - mean) / sigma + bias, with the mean and sigma = (average |x - c|^p + eps^(p/2))^(1/p) of the
-    sample's reference: "SP1" is layer norm over channels and space, "SP2" instance norm, "SP5" layer norm at every
-    location. `center`: c is the "mean" of the reference (setting A of the paper) or "zero" (C).
-
-    Shapes: input and output `(N, C, *space)`, or `(N, *space, C)` with `channel_dim=-1`. `mask` broadcasts to
-    `(N, *space)` and is True where the activation is real; the output is 0 elsewhere. `step` is ignored.
-
-    >>> norm = SampleNorm(3)
-    >>> norm(torch.randn(2, 3, 8, 8)).shape
-    torch.Size([2, 3, 8, 8])
-    """
-
-    def __init__(
-        self,
-        num_features: int,
-        *,
-        ref: str | NormRef = "SP1",
-        p: float = 2.0,
-        center: str = "mean",
-        eps: float = 1e-5,
-        affine: bool = True,
-        channel_dim: int = 1,
-        device: Device = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(
-            num_features,
-            ref=ref,
-            p=p,
-            center=center,
-            eps=eps,
-            affine=affine,
-            channel_dim=channel_dim,
-            device=device,
-            dtype=dtype,
-        )
-        if self.ref.samples:
-            raise ValueError(f"SampleNorm ref={ref!r} pools samples: use SP1-SP5, or GeneralBatchNorm")
-        if center == "running":
-            raise ValueError('SampleNorm keeps no running mean: use center="mean" or "zero", or StreamingNorm')
-
-    def forward(self, x: Tensor, mask: Tensor | None = None, step: int = 0) -> Tensor:
-        x, mask = self.enter(x, mask)
-        if transformed():
-            return self.leave(apply_ordinary(x, self.weight, self.bias, mask, self.statistic, self._center))
-        native = self.native(x, mask)
-        if native:
-            return self.leave(native[0])
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        return self.normalize_by_own(x, measure(wide, self.statistic, mask, self._center), mask)
-
-    @property
-    def learns(self) -> bool:
-        return False
-
-    def _center(self, mean: Tensor, present: Tensor | None) -> Tensor:
-        return fixed_center(self.center, mean)
-
-    def extra_repr(self) -> str:
-        return self.settings()
 
 
 class _RunningNorm(Norm):
@@ -101,74 +24,77 @@ class _RunningNorm(Norm):
     sigma: Tensor
 
     def __init__(
-        self, num_features: int, steps: tuple[int, ...], momentum: float, device: Device, dtype: Any, **statistic: Any
+        self,
+        num_features: int,
+        config: Statistic,
+        steps: tuple[int, ...],
+        momentum: float,
+        affine: bool,
+        channel_dim: int,
+        device: Device,
+        dtype: Any,
     ) -> None:
-        super().__init__(num_features, device=device, dtype=dtype, **statistic)
-        if not self.ref.samples:
-            raise ValueError(
-                f"{type(self).__name__} ref={statistic['ref']!r} pools no samples: use BA1-BA6, or SampleNorm"
-            )
+        super().__init__(num_features, config, affine=affine, channel_dim=channel_dim, device=device, dtype=dtype)
         if not (is_number(momentum) and 0 <= momentum <= 1):
             raise ValueError(f"momentum={momentum!r}: must be a number from 0 to 1")
         self.momentum = float(momentum)
         self._sets = steps  # () or (steps,)
         like = statistics_like(device, dtype)
-        self.register_buffer("mean", like.new_zeros((*steps, *self.initial_shape())))
-        self.register_buffer("sigma", like.new_ones((*steps, *self.initial_shape())))
+        self.register_buffer("mean", like.new_zeros((*steps, *self._initial_shape())))
+        self.register_buffer("sigma", like.new_ones((*steps, *self._initial_shape())))
+
+    def _check(self, config: Statistic) -> None:
+        super()._check(config)
+        if not config.ref.samples:
+            raise ValueError(
+                f"{type(self).__name__} ref={code_of(config.ref)!r} pools no samples: use BA1-BA6, or SampleNorm"
+            )
 
     def reset_running_stats(self) -> None:
         """Forget the running estimates, and the spatial size that they are bound to."""
-        shape = (*self._sets, *self.initial_shape())
+        shape = (*self._sets, *self._initial_shape())
         self.mean, self.sigma = self.mean.new_zeros(shape), self.sigma.new_ones(shape)
 
     @property
-    def collects(self) -> bool:
+    def _collects(self) -> bool:
         return self.training
 
     @property
-    def stored(self) -> Tensor:
+    def _stored(self) -> Tensor:
         return self.mean[(0,) * len(self._sets)]
 
-    def normalize(self, x: Tensor, mask: Tensor | None, index: tuple[int, ...], learns: bool) -> Tensor:
+    def _normalize(self, x: Tensor, mask: Tensor | None, index: tuple[int, ...], learns: bool) -> Tensor:
         """`index`: which set of running estimates serves. `learns`: it is updated by this call, in training."""
-        x, mask = self.enter(x, mask)
-        estimates, training, learns = (self.mean[index], self.sigma[index]), self.training, learns and self.learns
-        repetition = checkpointing.begin(id(self), learns, lambda: (self.training, tuple(e.clone() for e in estimates)))
-        if repetition is not None:
-            learns, (training, estimates) = False, repetition.kept
+        x, mask = self._to_channels_first(x, mask)
+        estimates, training, learns = (self.mean[index], self.sigma[index]), self.training, learns and self._learns
+        entry = replay.begin(id(self), learns)
+        if entry is not None and entry.again:
+            learns, (training, estimates) = False, entry.kept
+        elif entry is not None:
+            entry.kept = training, tuple(each.clone() for each in estimates)
+        weight, bias = self.weight, self.bias
         if not training:
-            return self.leave(evaluate(x, *self._shaped(estimates, x), self.weight, self.bias, mask))
+            return self._restore_layout(evaluate(x, *self._shaped(estimates, x), weight, bias, mask))
+        center = self._shaped(estimates, x)[0] if self.center == "running" else None
         if transformed():
-            center = self._center(estimates, x)
-            return self.leave(apply_ordinary(x, self.weight, self.bias, mask, self.statistic, center))
-        native = self.native(x, mask, self.mean)
-        if native:
-            y, mean, inverse = native
-            if learns:
-                sigma = inverse.reciprocal()
-                self._learn(mean, sigma, all_finite(sigma), index)  # where the mean is not finite, sigma is not either
-            return self.leave(y)
 
-        with outside_inference_mode():
-            wide = x.to(compute_dtype(x, self.mean))
-            own = measure(wide, self.statistic, mask, self._center(estimates, x))
-        y = self.normalize_by_own(x, own, mask)
-        if learns:
+            def chosen(mean: Tensor, present: Tensor | None) -> Tensor:
+                return fixed_center(self.center, mean) if center is None else center
+
+            return self._restore_layout(normalize_ordinary(x, weight, bias, mask, self.config, chosen))
+        y, found = normalize_mini_batch(x, weight, bias, mask, self.config, center, self.mean.dtype, learns)
+        if found is not None:
             with outside_inference_mode(), torch.no_grad():
-                self._bind(self.statistic_shape(x))
-                s, accept = mini_batch_statistics(own, torch.stack([self.mean[index], self.sigma[index]]))
+                self._bind(self._statistic_shape(x))
+                s, accept = mini_batch_statistics(found, torch.stack([self.mean[index], self.sigma[index]]))
                 self._learn(s[0], s[1], accept, index)
-        return y
-
-    def _center(self, estimates: tuple[Tensor, Tensor], x: Tensor) -> Center:
-        before = self._shaped(estimates, x)[0] if self.center == "running" else None
-        return lambda mean, present: fixed_center(self.center, mean) if before is None else before
+        return self._restore_layout(y)
 
     def _shaped(self, estimates: tuple[Tensor, Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
         mean, sigma = estimates
         if torch.is_grad_enabled() or transformed():  # copies: backward may come after later calls changed the buffers
             mean, sigma = mean.clone(), sigma.clone()
-        return self.view(mean, sigma, x)
+        return self._shaped_like_input(mean, sigma, x)
 
     def _bind(self, shape: tuple[int, ...]) -> None:
         """The first training call binds the spatial size."""
@@ -203,7 +129,7 @@ class _RunningNorm(Norm):
         shapes = {tuple(given[name].shape) for name in names if name in given}
         shape = torch.Size(next(iter(shapes), ()))
         whole = len(shapes) == 1 and all(name in given for name in names)
-        if whole and shape[:sets] == self._sets and self.can_hold(shape[sets:]):
+        if whole and shape[:sets] == self._sets and self._can_hold(shape[sets:]):
             self.mean, self.sigma = self.mean.new_empty(shape), self.sigma.new_empty(shape)  # filled by torch below
         super()._load_from_state_dict(given, prefix, *rest)
 
@@ -212,18 +138,38 @@ class _RunningNorm(Norm):
 class GeneralBatchNorm(_RunningNorm):
     """General Batch Normalization: statistics of the mini-batch in training, running estimates in evaluation.
 
-    y = weight * (x - mean) / sigma + bias. With `ref="BA1"` and p=2, training is exactly `nn.BatchNorm`. Evaluation
-    differs a little: r <- (1 - momentum) * r + momentum * s averages the mean and the biased sigma, where torch
-    averages the unbiased variance. `center`: c of sigma = (average |x - c|^p + eps^(p/2))^(1/p) is the "mean" of the
-    reference (setting A), the "running" estimate before the call (B), or "zero" (C).
+    y = weight * (x - mean) / sigma + bias, with the mean and sigma = (average |x - c|^p + eps^(p/2))^(1/p) of the
+    reference.
 
-    A mini-batch with values that are not finite leaves the running estimates alone. References with a location (BA3-6)
-    are bound to the spatial size of the first training call. Shapes and `mask` as in `SampleNorm`.
+    Training: mean and sigma are those of the mini-batch s, differentiated exactly, and the running estimates follow,
+    r <- (1 - momentum) * r + momentum * s, unless a value is not finite. Evaluation uses r. With `ref="BA1"` and p=2
+    training is exactly `nn.BatchNorm`; evaluation differs a little, as r averages the mean and the biased sigma, where
+    torch averages the unbiased variance. References with a location (BA3-BA6) are bound to the spatial size of the
+    first training call.
 
-    >>> norm = GeneralBatchNorm(3)
-    >>> _ = norm(torch.randn(8, 3, 4, 4) + 5)
-    >>> norm.mean.shape
-    torch.Size([3])
+    Args:
+        num_features: the number of channels C.
+        ref: which activations share statistics, BA1-BA6 of the paper or a `NormRef` with `samples=True`.
+        p: the order of the moment, at least 1.
+        center: c is the "mean" of the reference (setting A of the paper), the "running" estimate before the call (B),
+            or "zero" (C).
+        momentum: what a mini-batch counts in the running estimates, from 0 to 1.
+        eps: added inside of the root of sigma.
+        affine: whether there are gain and bias, learned per channel.
+        channel_dim: 1 for input `(N, C, *space)`, -1 for `(N, *space, C)`.
+        device: of parameters and running estimates.
+        dtype: of parameters; running estimates are float32 at least.
+
+    Shape:
+        - x: `(N, C, *space)`, or `(N, *space, C)` with `channel_dim=-1`; the output has the same shape.
+        - mask: broadcasts to `(N, *space)`, True where the activation is real; the output is 0 elsewhere.
+        - step: ignored.
+
+    Example:
+        >>> norm = GeneralBatchNorm(3)
+        >>> _ = norm(torch.randn(8, 3, 4, 4) + 5)
+        >>> norm.mean.shape
+        torch.Size([3])
     """
 
     def __init__(
@@ -240,41 +186,47 @@ class GeneralBatchNorm(_RunningNorm):
         device: Device = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(
-            num_features,
-            (),
-            momentum,
-            device,
-            dtype,
-            ref=ref,
-            p=p,
-            center=center,
-            eps=eps,
-            affine=affine,
-            channel_dim=channel_dim,
-        )
+        config = Statistic(ref, p, center, eps)  # type: ignore[arg-type]
+        super().__init__(num_features, config, (), momentum, affine, channel_dim, device, dtype)
 
     def forward(self, x: Tensor, mask: Tensor | None = None, step: int = 0) -> Tensor:
         if step:
-            self.remember_step()
-        return self.normalize(x, mask, (), learns=True)
+            self._remember_step()
+        return self._normalize(x, mask, (), learns=True)
 
-    def extra_repr(self) -> str:
-        return self.settings(momentum=self.momentum)
+    def _arguments(self) -> dict[str, Any]:
+        return super()._arguments() | {"momentum": self.momentum}
+
+    if TYPE_CHECKING:
+
+        def __call__(self, x: Tensor, mask: Tensor | None = None, step: int = 0) -> Tensor: ...
 
 
 @hinted
 class TimeSpecificNorm(_RunningNorm):
     """General Batch Normalization with one set of running estimates per timestep; gain and bias are shared.
 
-    `step` of a call is its position in the sequence. Past the last of `steps` timesteps the last set serves in
-    evaluation, and training there updates none.
+    y = weight * (x - mean) / sigma + bias, as in `GeneralBatchNorm`.
 
-    >>> norm = TimeSpecificNorm(3, steps=10)
-    >>> for t in range(12):
-    ...     y = norm(torch.randn(8, 3), step=t)
-    >>> norm.mean.shape
-    torch.Size([10, 3])
+    Training: statistics are those of the mini-batch, and the running estimates of timestep `step` follow; past the last
+    of `steps` timesteps none does. Evaluation uses the estimates of the timestep, past the last those of the last.
+
+    Args:
+        num_features: the number of channels C.
+        steps: the number of timesteps that have running estimates of their own.
+        ref, p, center, momentum, eps, affine, channel_dim, device, dtype: as in `GeneralBatchNorm`.
+
+    Shape:
+        - x: `(N, C, *space)`, or `(N, *space, C)` with `channel_dim=-1`; the output has the same shape.
+        - mask: broadcasts to `(N, *space)`, True where the activation is real; the output is 0 elsewhere.
+        - step: the position in the sequence, from 0 on.
+
+    Example:
+        >>> norm = TimeSpecificNorm(3, steps=10)
+        >>> for t in range(12):
+        ...     y = norm(torch.randn(8, 3), step=t)
+        >>> norm.mean.shape
+        torch.Size([10, 3])
     """
 
     def __init__(
@@ -293,57 +245,18 @@ class TimeSpecificNorm(_RunningNorm):
         dtype: torch.dtype | None = None,
     ) -> None:
         check_count("steps", steps)
-        super().__init__(
-            num_features,
-            (steps,),
-            momentum,
-            device,
-            dtype,
-            ref=ref,
-            p=p,
-            center=center,
-            eps=eps,
-            affine=affine,
-            channel_dim=channel_dim,
-        )
+        config = Statistic(ref, p, center, eps)  # type: ignore[arg-type]
+        super().__init__(num_features, config, (steps,), momentum, affine, channel_dim, device, dtype)
         self.steps = steps
 
     def forward(self, x: Tensor, mask: Tensor | None = None, step: int = 0) -> Tensor:
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
             raise ValueError(f"step={step!r}: must be the position in the sequence, a whole number of at least 0")
-        return self.normalize(x, mask, (min(step, self.steps - 1),), learns=step < self.steps)
+        return self._normalize(x, mask, (min(step, self.steps - 1),), learns=step < self.steps)
 
-    def extra_repr(self) -> str:
-        return self.settings(steps=self.steps, momentum=self.momentum)
+    def _arguments(self) -> dict[str, Any]:
+        return super()._arguments() | {"steps": self.steps, "momentum": self.momentum}
 
+    if TYPE_CHECKING:
 
-@hinted
-class Affine(nn.Module):
-    """Gain and bias per channel: y = weight * x + bias, the step that the paper keeps apart from normalization.
-
-    >>> Affine(3)(torch.ones(2, 3, 4)).shape
-    torch.Size([2, 3, 4])
-    """
-
-    def __init__(
-        self, num_features: int, *, channel_dim: int = 1, device: Device = None, dtype: torch.dtype | None = None
-    ) -> None:
-        super().__init__()
-        check_count("num_features", num_features)
-        check_channel_dim(channel_dim)
-        check_dtype(dtype)
-        self.num_features = num_features
-        self.channel_dim = channel_dim
-        self.weight, self.bias = new_affine(num_features, device, dtype)
-
-    def reset_parameters(self) -> None:
-        """Gain 1, bias 0."""
-        reset_affine(self.weight, self.bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = channels_second(x, self.num_features, self.channel_dim)
-        y = (y * channelwise(self.weight, y) + channelwise(self.bias, y)).to(x.dtype)
-        return y if self.channel_dim == 1 else y.movedim(1, -1)
-
-    def extra_repr(self) -> str:
-        return f"{self.num_features}, channel_dim={self.channel_dim}"
+        def __call__(self, x: Tensor, mask: Tensor | None = None, step: int = 0) -> Tensor: ...

@@ -6,22 +6,21 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
+from ..engine.compat import leave_encoder_fast_path
+
 _watched: set[type[nn.Module]] = set()
 
 
 def leave_fast_path(parent: nn.Module, name: str, child: nn.Module | None, called: Callable[[nn.Module], bool]) -> None:
     """If `parent` is such an encoder, and gets a child with a module that has to be `called`, keep it to its slow path.
 
-    The fast one takes `norm1` and `norm2` for `nn.LayerNorm` and reads their gain, bias and eps. The attributes that
-    are set here are read for nothing but the decision to do so, and stay in copies.
+    The fast one takes `norm1` and `norm2` for `nn.LayerNorm` and reads their gain, bias and eps.
     """
     if not isinstance(parent, nn.TransformerEncoderLayer | nn.TransformerEncoder) or child is None:
         return
-    if any(map(called, child.modules())):
-        if isinstance(parent, nn.TransformerEncoderLayer):
-            parent.activation_relu_or_gelu = 0
-        elif name == "layers":
-            parent.use_nested_tensor = False
+    normalizes = isinstance(parent, nn.TransformerEncoderLayer) or name == "layers"
+    if normalizes and any(map(called, child.modules())):
+        leave_encoder_fast_path(parent)
 
 
 def watch_encoders(kind: type[nn.Module]) -> None:

@@ -7,47 +7,56 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import distributed, stream
-from .base import Device, Norm, check_memory, moved, outside_inference_mode, statistics_like
-from .distributed import SameGroup, Share
-from .listener import Listener
+from .. import backends
+from ..backends.memory import outside_inference_mode
+from ..core import state as stream
+from ..core.algorithm import drop, folded
+from ..core.config import Config
+from ..core.state import FIELDS, Kind, State, Stream
+from ..engine import merging
+from ..engine.context import check_memory
+from ..engine.listener import Listener
+from ..engine.merging import SameGroup, Share
+from ..engine.updates import listen, loss_scale
+from .base import Device, Norm, moved, setting, statistics_like
 from .loading import BATCHNORM_KEYS, batchnorm_faults, batchnorm_statistics, fault, is_batchnorm, sigma_fault
-from .rules import Rules, folded
-from .stream import State, Stream
-from .updates import listen, loss_scale
 
-PLANS = ("_plan", "_known")  # kept outside of what a module knows of itself; see StreamingNorm
+# Attributes that may be set without a look at how the next call is served: each call asks them, or none does.
+_OF_NO_PLAN = ("training", "_paused", "_dims")
 
 
 class Stateful(Norm, Listener):
     """Base of StreamingNorm. The state is written in place, except that what was handed out never changes."""
 
-    alpha: tuple[float, ...]
-    beta: tuple[float, ...]
-    kappa: tuple[float, ...]
-    warmup: float
-    guard: bool
+    config: Config
+    _config_type = Config
     process_group: Any = None
     _version = 3
     _state: State
     seen_before: Tensor  # `seen` when the windows of all processes were last merged
     _sized = False  # all processes know the spatial size of statistics with a location
-    _marked = False  # a weight update may be pending; spares calls that cannot have one the work of a fold
     _shared = False  # somebody may hold the tensors of the state: they are not written to any more
 
-    def _begin(self, device: Device, dtype: torch.dtype | None) -> None:
-        self._state = stream.new_state(self.initial_shape(), statistics_like(device, dtype))
+    alpha = setting("alpha", "Weights of `long` and `short` in s_hat.")
+    beta = setting("beta", "Weights of `long`, `short` and the present gradient in g_hat.")
+    kappa = setting("kappa", "Weights of `long` and `short` in a fold of H1, then of H2.")
+    warmup = setting("warmup", "Elements per statistic for which it turns from a layer norm into a streaming norm.")
+    guard = setting("guard", "Whether windows with few elements count for less.")
+
+    def _begin_state(self, device: Device, dtype: torch.dtype | None) -> None:
+        self._state = stream.new_state(self._initial_shape(), statistics_like(device, dtype))
         self._forget_merges(None)
 
     def _enlist(self) -> None:
         super()._enlist()
         listen()
+        backends.active()  # graphs of the compiler read its names
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name not in ("training", "_paused", "_dims"):  # which each call looks at, or none
-            for plan in PLANS:  # how the last call was served: something is new now
-                self.__dict__.pop(plan, None)
-        if name in stream.NAMES and isinstance(value, Tensor):
+        if name not in _OF_NO_PLAN:
+            self.__dict__.pop("_known", None)  # how the last call was served: something is new now
+            self.__dict__.pop("_looked", None)
+        if name in FIELDS and isinstance(value, Tensor):
             self._set_tensor(name, value)
         else:
             super().__setattr__(name, value)
@@ -62,7 +71,6 @@ class Stateful(Norm, Listener):
             raise ValueError(f"{name} {wrong}")
         value = value.detach().to(dtype=tensors[name].dtype, copy=True).contiguous()
         self._state = stream.from_dict(tensors | {name: value})
-        self._marked = True
 
     def _fault(self, name: str, value: Tensor) -> str | None:
         """What is wrong with a tensor for the state, if anything: no training could have left it."""
@@ -71,38 +79,38 @@ class Stateful(Norm, Listener):
             if name == "sigma":
                 return sigma_fault(value, self.eps if any(self.alpha) else 0.0)
             return fault(value) or fault(value[1], least=0)
-        is_count = name.endswith("_count") or name in ("seen", "elements", "elements_before", "loss_scale")
+        is_count = FIELDS[name] in (Kind.COUNT, Kind.COUNTER, Kind.NUMBER)
         return fault(value, least=0) if is_count else fault(value)
 
     @property
     def state(self) -> State:
         """All state, as it is now."""
-        return self._handed_out()
+        return self._snapshot()
 
     @property
-    def stored(self) -> Tensor:
+    def _stored(self) -> Tensor:
         return self._state.mean
 
     @property
     def mean(self) -> Tensor:
-        return self._handed_out().mean
+        return self._snapshot().mean
 
     @property
     def sigma(self) -> Tensor:
-        return self._handed_out().sigma
+        return self._snapshot().sigma
 
     @property
     def stats(self) -> Stream:
         """H1: the streams of mean (row 0) and sigma (row 1)."""
-        return self._handed_out().stats
+        return self._snapshot().stats
 
     @property
     def grads(self) -> Stream:
         """H2: the streams of dE/dmean and dE/dsigma."""
         self._settled()
-        return self._handed_out().grads
+        return self._snapshot().grads
 
-    def _handed_out(self) -> State:
+    def _snapshot(self) -> State:
         """The state for somebody to keep: what was read never changes under the reader's hands."""
         self._shared = True
         return self._state
@@ -117,7 +125,7 @@ class Stateful(Norm, Listener):
 
     def reset_running_stats(self) -> None:
         """Forget everything: statistics, their gradients, and the spatial size that they are bound to."""
-        self._state = stream.new_state(self.initial_shape(), self._state.mean)
+        self._state = stream.new_state(self._initial_shape(), self._state.mean)
         self._forget_merges(None)
 
     def _forget_merges(self, seen_before: Tensor | None) -> None:
@@ -132,24 +140,17 @@ class Stateful(Norm, Listener):
         grads = replace(stream.new_stream(tuple(state.mean.shape), like), pending=state.grads.pending)
         self._state = replace(state, grads=grads, loss_scale=like.new_zeros(()))
 
-    @property
-    def rules(self) -> Rules:
-        """The settings by which statistics and gradients are streamed."""
-        return Rules(self.statistic, self.alpha, self.beta, self.kappa, self.warmup, self.guard)
-
     def _share(self) -> tuple[Any, Share] | None:
-        group = distributed.members(self.process_group)
+        group = merging.members(self.process_group)
         if group is None:
             return None
-        state = folded(self.rules, self._settled())  # a process without a batch has not folded the last update yet
-        return group, Share(self.rules, state, self.seen_before, self.ref.located and not self._sized, self)
+        state = folded(self.config, self._settled())  # a process without a batch has not folded the last update yet
+        return group, Share(self.config, state, self.seen_before, self.ref.located and not self._sized, self)
 
-    def described(self) -> dict[str, str]:
+    def _described(self) -> dict[str, str]:
         """What has to be the same in all processes that merge."""
-        names = ("alpha", "beta", "kappa")
-        weights = {name: tuple(float(weight) for weight in getattr(self, name)) for name in names}
-        settings = self.arguments(**weights, warmup=float(self.warmup), guard=self.guard)
-        words = {name: f"{name}={value!r}" for name, value in settings.items()}
+        settings = self._arguments() | {"warmup": float(self.warmup)}
+        words = {name: f"{name}={value!r}" for name, value in settings.items() if name != "process_group"}
         kind = {"kind": f"{type(self).__name__}({self.num_features})"}
         return kind | words | {"dtype": f"dtype={self._state.mean.dtype}"}
 
@@ -166,8 +167,6 @@ class Stateful(Norm, Listener):
                 pending.fill_(True)
             else:
                 pending.logical_or_((found_inf == 0).reshape(()).to(pending.device))
-        if not self._marked:
-            self._marked = True
 
     def _check_state(self) -> None:
         """A state of which a part was moved or replaced by hand cannot be gone on with."""
@@ -182,27 +181,27 @@ class Stateful(Norm, Listener):
                 )
 
     def _settled(self) -> State:
-        """The state, after dropping the gradients of a step that the scaler skipped: it lowers its scale then."""
+        """The state, after dropping the gradients of a step that the scaler skipped: it lowers its scale then.
+
+        Without a scaler nothing is written, or copied for that: graphs of the compiler write into these tensors.
+        """
+        if self._scaler is None:
+            return self._state
         state = self._own()
-        if self._scaler is not None:
-            scale = loss_scale(self._scaler, state.loss_scale)
-            skipped = (scale < state.loss_scale) & ~state.stats.pending
-            stream.write(state, replace(state, grads=stream.drop(state.grads, skipped), loss_scale=scale))
+        scale = loss_scale(self._scaler, state.loss_scale)
+        skipped = (scale < state.loss_scale) & ~state.grads.pending
+        stream.write(state, replace(state, grads=drop(state.grads, skipped), loss_scale=scale))
         return state
 
-    def _snapshot(self) -> Callable[[], None]:
-        state, before, sized = self._handed_out(), self.seen_before, self._sized
+    def _rewinder(self) -> Callable[[], None]:
+        state, before, sized = self._snapshot(), self.seen_before, self._sized
 
         def restore() -> None:
             self._state, self.seen_before, self._sized = state, before, sized
-            self._shared = self._marked = True
+            self._shared = True
             self._pulse.version = -1  # whatever happened to the weights since is no news
 
         return restore
-
-    def _is_at(self, address: int) -> bool:
-        own = self._parameters.get("weight"), self._state.stats.count, self._state.grads.count
-        return any(tensor is not None and tensor.data_ptr() == address for tensor in own)
 
     def __getstate__(self) -> dict[str, Any]:
         # Whoever pickles for another process moves what it is given to shared memory, in place. That must not be the
@@ -214,7 +213,13 @@ class Stateful(Norm, Listener):
     def __setstate__(self, state: dict[str, Any]) -> None:
         group = state["process_group"]
         group = group.group if isinstance(group, SameGroup) else group
-        kept = stream.recounted(state["_state"])
+        try:
+            kept = stream.recounted(state["_state"])
+        except AttributeError:
+            raise RuntimeError(
+                f"this {type(self).__name__} was pickled whole by a version of streamnorm that kept another state: "
+                "load it there, save its state_dict(), and load that here"
+            ) from None
         before = torch.zeros_like(kept.seen)  # of layers that were pickled by versions without merges
         super().__setstate__({"seen_before": before} | state | {"process_group": group, "_state": kept})
 
@@ -230,11 +235,10 @@ class Stateful(Norm, Listener):
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         self._settled()
-        for name, tensor in stream.to_dict(self._handed_out()).items():
+        for name, tensor in stream.to_dict(self._snapshot()).items():
             destination[prefix + name] = tensor
         if self.process_group is not None:
             destination[prefix + "seen_before"] = self.seen_before.clone()
-        self._marked = True  # the pending mark may be written to through what was handed out
 
     def _load_from_state_dict(
         self,
@@ -281,7 +285,7 @@ class Stateful(Norm, Listener):
     ) -> None:
         shape = loaded["mean"].shape
         template = stream.to_dict(stream.new_state(tuple(shape), self._state.mean))
-        legal = self.can_hold(shape)
+        legal = self._can_hold(shape)
         wrong = [name for name, like in template.items() if not legal or loaded[name].shape != like.shape]
         error_msgs.extend(
             f"size mismatch for {prefix}{name}: the checkpoint has {tuple(loaded[name].shape)}, which does not fit "
@@ -300,7 +304,6 @@ class Stateful(Norm, Listener):
                     for name, like in template.items()
                 }
             )
-            self._marked = True
             self._forget_merges(self._state.seen if seen_before is None else seen_before)
 
     def _load_batchnorm(
@@ -310,7 +313,7 @@ class Stateful(Norm, Listener):
         like = self._state.mean
         if assign and statistics is not None:
             like = torch.empty_like(like, device=statistics[0].device)
-        fresh = stream.new_state(self.initial_shape(), like)
+        fresh = stream.new_state(self._initial_shape(), like)
         if statistics is None:
             self._state = fresh
             self._forget_merges(None)
@@ -330,7 +333,7 @@ class Stateful(Norm, Listener):
 
 def _moved(name: str, tensor: Tensor, fn: Any) -> Tensor:
     """`fn` of `nn.Module._apply` for a tensor of the state: counters keep their type."""
-    if name not in stream.COUNTERS:
+    if FIELDS[name] is not Kind.COUNTER:
         return moved(tensor, fn)
     where = fn(tensor.new_empty(0, dtype=torch.float32)).device
     tensor = tensor.to(stream.counter_dtype(where))
@@ -339,9 +342,9 @@ def _moved(name: str, tensor: Tensor, fn: Any) -> Tensor:
 
 
 def _reader(name: str) -> property:
-    return property(lambda layer: stream.to_dict(layer._handed_out())[name])
+    return property(lambda layer: stream.to_dict(layer._snapshot())[name])
 
 
 # Every tensor of the state can be read under its name in the state_dict too: `layer.stats_long`.
-for _name in stream.NAMES - {"mean", "sigma"}:
+for _name in FIELDS.keys() - {"mean", "sigma"}:
     setattr(Stateful, _name, _reader(_name))

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import stream
-from .base import outside_inference_mode
-from .dispatch import compute_dtype
-from .layers import GeneralBatchNorm, TimeSpecificNorm
-from .rules import Rules, stream_statistics
-from .stream import State
-from .streaming import StreamingNorm
-from .swap import evaluating
+from ..backends.memory import outside_inference_mode
+from ..core import state as stream
+from ..core.algorithm import blend, stream_statistics
+from ..core.config import STATISTIC, Config
+from ..core.state import State
+from ..engine.context import evaluating
+from ..nn.batch import GeneralBatchNorm, TimeSpecificNorm
+from ..nn.streaming import StreamingNorm
 
 
 def update_stats(
@@ -31,19 +31,24 @@ def update_stats(
 
     Afterwards every norm holds the average of the statistics of its calls, each call counting once, as if the whole
     loader were one window of training: pass batches as they come in training. The model runs in evaluation mode
-    without gradients, so nothing else changes. In the first pass over the loader a norm normalizes by its average so
-    far, in each further one by the result of the one before: then deep norms see what they will see in evaluation.
+    without gradients, so nothing else changes. Streamed gradients are kept. If anything is raised, all statistics are
+    as before.
 
-    A batch is a tensor, or a tuple or list whose first entry is the input, moved to `device` if that is given. For
-    other batches `forward(batch)` calls the model. Streamed gradients are kept. If anything is raised, all statistics
-    are as before.
+    Args:
+        model: a model with norms that keep statistics.
+        loader: batches, each a tensor, or a tuple or list whose first entry is the input.
+        device: where inputs are moved to, if it is given.
+        passes: over the loader. In the first one a norm normalizes by its average so far, in each further one by the
+            result of the one before: then deep norms see what they will see in evaluation.
+        forward: calls the model, as `forward(batch)`, for other batches.
 
-    >>> import streamnorm
-    >>> model = nn.Sequential(nn.Linear(2, 3), streamnorm.StreamingNorm(3))
-    >>> averaged = torch.optim.swa_utils.AveragedModel(model)
-    >>> update_stats(averaged, [torch.randn(1, 2) for _ in range(10)])
-    >>> int(averaged.module[1].stats.count)
-    0
+    Example:
+        >>> import streamnorm
+        >>> model = nn.Sequential(nn.Linear(2, 3), streamnorm.StreamingNorm(3))
+        >>> averaged = torch.optim.swa_utils.AveragedModel(model)
+        >>> update_stats(averaged, [torch.randn(1, 2) for _ in range(10)])
+        >>> int(averaged.module[1].stats.count)
+        0
     """
     if isinstance(passes, bool) or not isinstance(passes, int) or passes < 1:
         raise ValueError(f"passes={passes!r}: must be a whole number of at least 1")
@@ -100,11 +105,12 @@ class _Collector:
     def __init__(self, norm: Any) -> None:
         self.norm, self.streaming = norm, isinstance(norm, StreamingNorm)
         like = norm._state.mean if self.streaming else norm.mean
-        self.fresh = stream.new_state(norm.initial_shape(), like)
+        self.fresh = stream.new_state(norm._initial_shape(), like)
         self.states: dict[tuple[int, ...], State] = {}
-        only_short = (0, 1), (0, 0, 0), (0, 1, 0, 1)
-        self.rules = norm.rules if self.streaming else Rules(norm.statistic, *only_short, warmup=256, guard=False)
-        self.kept: Any = norm._handed_out() if self.streaming else (norm.mean, norm.sigma)
+        only_short = {"alpha": (0, 1), "beta": (0, 0, 0), "guard": False}
+        taken = {name: getattr(norm.config, name) for name in STATISTIC}
+        self.config = norm.config if self.streaming else Config(**taken | only_short)
+        self.kept: Any = norm._snapshot() if self.streaming else (norm.mean, norm.sigma)
         if not self.streaming:
             norm.mean, norm.sigma = norm.mean.clone(), norm.sigma.clone()
         self.hook = norm.register_forward_pre_hook(self._before_call, with_kwargs=True)
@@ -118,7 +124,7 @@ class _Collector:
         """The norm normalizes by what the pass found; returns whether that was anything."""
         self.states = {index: state for index, state in self.states.items() if int(state.stats.count)}
         for index, state in self.states.items():
-            mean, sigma = stream.blend(state.stats, *self.rules.alpha)
+            mean, sigma = blend(state.stats, *self.config.alpha)
             self.states[index] = replace(state, mean=mean, sigma=sigma)
             self._use(index, mean, sigma)
         return bool(self.states)
@@ -128,7 +134,7 @@ class _Collector:
         self.hook.remove()
         if self.streaming:
             self.norm._state = self.kept
-            self.norm._handed_out()
+            self.norm._snapshot()
         else:
             self.norm.mean, self.norm.sigma = self.kept
 
@@ -148,24 +154,26 @@ class _Collector:
         stats = replace(
             self._fresh(found).stats, long=average, short=average, empty=torch.zeros_like(found.stats.empty)
         )
-        seen = found.seen.clamp(min=max(self.rules.warmup, 1.0))
+        seen = found.seen.clamp(min=max(self.config.warmup, 1.0))
         bound = stream.bind(self.kept, tuple(found.mean.shape))
         none = torch.zeros_like(seen)
         after = replace(bound, stats=stats, mean=found.mean, sigma=found.sigma, seen=seen, elements=none)
-        norm._bind(after)
+        if after.mean.shape != norm._state.mean.shape:
+            norm._state = stream.new_state(tuple(after.mean.shape), after.mean)
         stream.write(norm._own(), after)
         norm._forget_merges(norm._state.seen)
 
     def _before_call(self, norm: Any, args: Any, kwargs: Any) -> None:
         x, mask, step = _arguments(*args, **kwargs)
-        x, mask = norm.enter(x, mask)
-        norm.check_elements(x)
+        x, mask = norm._to_channels_first(x, mask)
+        norm._check_elements(x)
         index = (step,) if isinstance(norm, TimeSpecificNorm) else ()
         if index and step >= norm.steps:  # of which no statistics are kept
             return
-        before = stream.bind(self.states.get(index, self.fresh), norm.statistic_shape(x))
-        rules = replace(self.rules, warmup=0) if self.settled else self.rules
-        after, _ = stream_statistics(rules, before, x.to(compute_dtype(x, before.mean)), mask)
+        before = stream.bind(self.states.get(index, self.fresh), norm._statistic_shape(x))
+        config = replace(self.config, warmup=0) if self.settled else self.config
+        wide = x.to(torch.promote_types(x.dtype, before.mean.dtype))
+        after, _, _ = stream_statistics(config, before, wide, mask)
         if self.settled:
             after = replace(after, mean=before.mean, sigma=before.sigma)
         else:

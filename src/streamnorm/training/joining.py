@@ -5,19 +5,24 @@ from typing import Any
 import torch
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
-from . import distributed
-from .stateful import Stateful
-from .updates import after_step, listeners_of, unwrapped
+from ..engine import merging as distributed
+from ..engine.updates import after_step, listeners_of, unwrapped
+from ..nn.state import Stateful
 
 
 class StreamJoin(Joinable):
     """Lets the streaming layers that an optimizer updates be trained under `Join`, one optimizer step per batch.
 
+    A process that has run out of data shadows the merges of the others, and ends with the same state as they.
+
+    Args:
+        optimizer: of layers with a `process_group`.
+
+    Example::
+
         with Join([ddp_model, StreamJoin(optimizer)]):  # in this order
             for batch in loader:  # of another length in each process
                 ...
-
-    A process that has run out of data shadows the merges of the others, and ends with the same state as they.
     """
 
     def __init__(self, optimizer: Any) -> None:

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from . import stream
-from .rules import window_share
-from .stream import State
-from .streaming import StreamingNorm
+from ..core import state as stream
+from ..core.algorithm import blend, bounded, by_largest, guarded, window_share
+from ..core.state import State
+from ..nn.streaming import StreamingNorm
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -146,16 +146,23 @@ def monitor(model: nn.Module) -> Health:
     under its first name; a model without streaming layers has an empty report. Best called after `optimizer.step()`,
     when the present window is whole.
 
-    >>> health = monitor(nn.Sequential(nn.Linear(4, 8), StreamingNorm(8)))
-    >>> health["1"].dead, health["1"].notes
-    (0, ['never called'])
+    Args:
+        model: any module.
+
+    Returns:
+        A mapping from the names of layers to their `LayerHealth`; printed, it is a table.
+
+    Example:
+        >>> health = monitor(nn.Sequential(nn.Linear(4, 8), StreamingNorm(8)))
+        >>> health["1"].dead, health["1"].notes
+        (0, ['never called'])
     """
     layers = {name: module for name, module in model.named_modules() if isinstance(module, StreamingNorm)}
     if not layers:
         return Health({}, {})
     alike: dict[object, list[str]] = {}  # layers of one kind are measured together: the cost is that of torch's calls
     for name, layer in layers.items():
-        like, settings = layer._state.mean, (layer.p, layer.eps, tuple(layer.beta), layer.warmup, layer.guard)
+        like, settings = layer._state.mean, layer.config
         alike.setdefault((like.shape, like.dtype, like.device, settings), []).append(name)
     rows: list[Tensor] = []
     details: dict[str, Tensor] = {}
@@ -201,18 +208,18 @@ def _numbers_of(state: State, like: StreamingNorm, channels: Tensor) -> Tensor:
     """What the `LayerHealth` of each layer is made of, a row for each."""
     stats, grads, sigma = state.stats, state.grads, state.sigma[:, 0]
     w = (state.seen / like.warmup).clamp(max=1) if like.warmup else torch.ones_like(state.seen)
-    # A long-term average may have been loaded; gradients are folded by nothing but updates.
-    about = torch.cat([w, stats.count, ~grads.empty | stats.pending], 1)[:, :, 0]
+    # A long-term average of statistics may have been loaded; gradients are folded by nothing but updates.
+    about = torch.cat([w, stats.count, ~grads.empty | grads.pending], 1)[:, :, 0]
     if not sigma.numel():
         return torch.cat([about, about.new_zeros(len(about), 4), about.new_full((len(about), 8), math.nan)], 1)
     # g_hat of a call whose own gradient is the average of the window; exact with one batch per update.
     long, short, present = like.beta
-    share = window_share(like.rules, state.elements, state.elements_before)
-    long_weight, short_weight = stream.guarded((long, short), share)
+    share = window_share(like.config, state.elements, state.elements_before)
+    long_weight, short_weight = guarded((long, short), share)
     true = grads.short.flatten(1)
-    g_hat = stream.blend(grads, long_weight, short_weight + present).flatten(1)
-    streamed = stream.bounded(g_hat, true, share[:, 0])
-    (true, of_true), (streamed, of_streamed) = stream.by_largest(true), stream.by_largest(streamed)
+    g_hat = blend(grads, long_weight, short_weight + present).flatten(1)
+    streamed = bounded(g_hat, true, share[:, 0])
+    (true, of_true), (streamed, of_streamed) = by_largest(true), by_largest(streamed)
     lengths = [true.norm(dim=1), streamed.norm(dim=1), of_true[:, 0], of_streamed[:, 0]]
     gradient = [*lengths, (true * streamed).sum(1)]
     spread = [*sigma.aminmax(dim=1), sigma.median(1).values]

@@ -8,7 +8,9 @@ from torch import Tensor
 from torch.optim import LBFGS
 from torch.optim.optimizer import Optimizer
 
-from .base import check_count, is_number
+from ..core.config import is_number
+from ..engine import compat
+from ..nn.base import check_count
 
 
 class DecoupledUpdate:
@@ -20,13 +22,18 @@ class DecoupledUpdate:
     take `.optimizer`; `calls` is 0 right after an update. Not an Optimizer itself, and not for a GradScaler, which
     has to see each step: accumulate in the loop there.
 
-    >>> model = torch.nn.Linear(2, 1)
-    >>> optimizer = DecoupledUpdate(torch.optim.SGD(model.parameters(), lr=0.1), batches_per_update=2)
-    >>> for x in torch.ones(4, 1, 2):
-    ...     optimizer.zero_grad()
-    ...     model(x).sum().backward()
-    ...     _ = optimizer.step()
-    >>> optimizer.flush()
+    Args:
+        optimizer: an optimizer of torch, other than LBFGS.
+        batches_per_update: n, the number of mini-batches of a window.
+
+    Example:
+        >>> model = torch.nn.Linear(2, 1)
+        >>> optimizer = DecoupledUpdate(torch.optim.SGD(model.parameters(), lr=0.1), batches_per_update=2)
+        >>> for x in torch.ones(4, 1, 2):
+        ...     optimizer.zero_grad()
+        ...     model(x).sum().backward()
+        ...     _ = optimizer.step()
+        >>> optimizer.flush()
     """
 
     def __init__(self, optimizer: Optimizer, batches_per_update: int) -> None:
@@ -57,7 +64,7 @@ class DecoupledUpdate:
         if self.calls > 1:
             gradients = [p.grad for p in self._parameters() if p.grad is not None]
             if gradients:
-                torch._foreach_div_(gradients, self.calls)
+                compat.foreach_div_(gradients, self.calls)
         self.optimizer.step()
         self.calls = 0
         self.optimizer.zero_grad()
@@ -109,11 +116,18 @@ class Manhattan(Optimizer):
 
     d = sign(g) + weight_decay * w; buf = momentum * buf + d; w <- w - lr * buf, with sign(0) = 0.
 
-    >>> w = torch.nn.Parameter(torch.tensor([1.0, 1.0]))
-    >>> (w * torch.tensor([3.0, -0.1])).sum().backward()
-    >>> _ = Manhattan([w], lr=0.5).step()
-    >>> w.tolist()
-    [0.5, 1.5]
+    Args:
+        params: parameters, or groups of them, as for optimizers of torch.
+        lr: the size of a step.
+        momentum: what is kept of earlier directions.
+        weight_decay: what is added of the weights themselves.
+
+    Example:
+        >>> w = torch.nn.Parameter(torch.tensor([1.0, 1.0]))
+        >>> (w * torch.tensor([3.0, -0.1])).sum().backward()
+        >>> _ = Manhattan([w], lr=0.5).step()
+        >>> w.tolist()
+        [0.5, 1.5]
     """
 
     def __init__(self, params: Iterable[Any], lr: float, momentum: float = 0.0, weight_decay: float = 0.0) -> None:
@@ -137,12 +151,12 @@ class Manhattan(Optimizer):
                 continue
             if any(p.grad.is_sparse for p in parameters):
                 raise RuntimeError("Manhattan does not take sparse gradients: use sparse=False in the embedding")
-            directions = list(torch._foreach_sign([p.grad for p in parameters]))
+            directions = list(compat.foreach_sign([p.grad for p in parameters]))
             if group["weight_decay"]:
-                torch._foreach_add_(directions, parameters, alpha=group["weight_decay"])
+                compat.foreach_add_(directions, parameters, alpha=group["weight_decay"])
             if group["momentum"]:
                 directions = self._accumulate(parameters, directions, group["momentum"])
-            torch._foreach_add_(parameters, directions, alpha=-group["lr"])
+            compat.foreach_add_(parameters, directions, alpha=-group["lr"])
         return loss
 
     def _accumulate(self, parameters: list[Tensor], directions: list[Tensor], momentum: float) -> list[Tensor]:
@@ -150,6 +164,6 @@ class Manhattan(Optimizer):
             if "momentum_buffer" not in self.state[p]:
                 self.state[p]["momentum_buffer"] = torch.zeros_like(d)
         buffers = [self.state[p]["momentum_buffer"] for p in parameters]
-        torch._foreach_mul_(buffers, momentum)
-        torch._foreach_add_(buffers, directions)
+        compat.foreach_mul_(buffers, momentum)
+        compat.foreach_add_(buffers, directions)
         return buffers

@@ -1,139 +1,145 @@
-"""Fused kernels for the CPU, in C++. Without them everything runs on plain torch, only slower.
+"""The door to the C++ kernels: records of settings and addresses, and the calls themselves.
 
-They get addresses. An address is read from a tensor in the call that uses it, the call holds that tensor until the
-kernel returns, and the tensor has been looked at: type, place, shape, order in memory, and that there is memory.
-
-They are built when the package is installed, if there is a compiler. `STREAMNORM_PLAIN=1` in the environment forces the
-plain path for a process, `disabled()` for a while. `dispatch` decides which calls they serve.
+The kernels get addresses. An address is read from a tensor in the call that uses it, the call holds that tensor until
+the kernel returns, and the tensor has been looked at: type, place, shape, order in memory, and that there is memory.
 """
 
-import os
 import struct
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
+from importlib import import_module
+from typing import Any, NamedTuple
 
 import torch  # before the kernels, which use the threads of the OpenMP runtime that torch loads
 from torch import Tensor
 from torch.nn import Parameter
 
-from ..stream import State
-from ..transforms import transformed
+from ...core.config import CENTERS, SETTINGS, Config
+from ...core.state import FIELDS, H1, H2, PARTS, State, Stream, dtype_of, new_stream, shape_of, to_dict, write_stream
+from ..memory import has_memory, is_plain
 
 _native: Any
 try:
-    from . import _native
+    _native = import_module("._native", __package__)
 except ImportError:  # no compiler when the package was installed
     _native = None
 
-CENTERS = ("mean", "running", "zero")
 VARIANTS = ("avx2", "baseline")
+# How a setting is written into `Settings` of types.h; those that are not here are lists of numbers.
+_WRITTEN: dict[str, tuple[str, Callable[[Any], list[Any]]]] = {
+    "p": ("q", lambda p: [int(p)]),
+    "center": ("q", lambda center: [CENTERS.index(center)]),
+    "guard": ("q", lambda guard: [guard]),
+    "eps": ("d", lambda eps: [eps]),
+    "warmup": ("d", lambda warmup: [warmup]),
+    "alpha": ("2d", list),
+    "beta": ("3d", list),
+    "kappa": ("4d", list),
+}
+H1_NAMES, H2_NAMES = H1, tuple(name for name in H2 if name != "loss_scale")  # the scale goes with the call
+KNOWN = tuple(name for name in SETTINGS if name in _WRITTEN)  # and `ref`, which is always BA1
+_FIELDS = tuple(map(" ".join, (KNOWN, H1_NAMES, H2_NAMES)))
+_record = struct.Struct("".join(_WRITTEN[name][0] for name in KNOWN))
 
-_enabled = os.environ.get("STREAMNORM_PLAIN", "") in ("", "0")
+mismatch = _native is not None and getattr(_native, "fields", tuple)() != _FIELDS
+if mismatch:  # built for other settings or another state
+    _native = None
 if _native is not None:
     _native.introduce(Tensor, Parameter, torch.float32)
 variant = next((name for name in VARIANTS if _native is not None and _native.use(name)), None)
 
 
-def available() -> bool:
-    """Whether the kernels are there and in use: built, and not switched off.
-
-    >>> with disabled():
-    ...     available()
-    False
-    """
-    return _enabled and _native is not None
+def missing() -> str | None:
+    if _native is not None:
+        return None
+    if mismatch:
+        return "the C++ kernels were built from another version of streamnorm: run pip install again"
+    return "the C++ kernels are not built: there was no compiler when streamnorm was installed"
 
 
-def plain_forced() -> bool:
-    """Whether everything is to run on the plain path."""
-    return not _enabled
-
-
-@contextmanager
-def disabled() -> Iterator[None]:
-    """A context in which everything runs on the plain path, for comparisons."""
-    global _enabled
-    before, _enabled = _enabled, False
-    try:
-        yield
-    finally:
-        _enabled = before
-
-
-def settings_record(
-    p: float,
-    center: str,
-    alpha: Sequence[float],
-    beta: Sequence[float],
-    kappa: Sequence[float],
-    warmup: float,
-    guard: bool,
-    eps: float,
-) -> bytes:
+def settings_record(config: Config) -> bytes:
     """`Settings` of types.h."""
-    return struct.pack("3q11d", int(p), CENTERS.index(center), guard, *alpha, *beta, *kappa, warmup, eps)
-
-
-def is_plain(tensor: Tensor, dtype: torch.dtype) -> bool:
-    """Whether a tensor is what its address says: of this type, on the CPU, in memory, with nothing to be done yet."""
-    plain_type = tensor.dtype == dtype and type(tensor) in (Tensor, Parameter)
-    if not plain_type or not tensor.is_cpu or tensor.is_nested or tensor.is_neg():
-        return False
-    return tensor.data_ptr() != tensor.storage_offset() * tensor.element_size()  # the memory does not begin at 0
-
-
-def in_memory(tensor: Tensor) -> bool:
-    """Whether a tensor has the memory that its shape asks for, or needs none: a storage can be resized under it."""
-    if torch.compiler.is_compiling() or type(tensor) not in (Tensor, Parameter) or transformed():
-        return True
-    if _native is not None and all_plain(tensor) and tensor.is_contiguous():  # which has looked at that
-        return True
-    if tensor.layout != torch.strided or not tensor.is_cpu or tensor._is_zerotensor():
-        return True
-    last = tensor.numel()
-    if not tensor.is_contiguous():
-        last = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.untyped_storage().nbytes() >= (tensor.storage_offset() + last) * tensor.element_size()
-
-
-def is_vector(tensor: Tensor | None, size: int, dtype: torch.dtype = torch.float32) -> bool:
-    """Whether kernels and operators can read a gain, a bias or a statistic, or there is none."""
-    return tensor is None or (is_plain(tensor, dtype) and tensor.shape == (size,) and tensor.is_contiguous())
-
-
-# The same checks in float32, for calls that come again and again: all_plain(*tensors), all_vectors(size, *tensors).
-all_plain: Callable[..., bool] = getattr(_native, "plain", None)  # type: ignore[assignment]
-all_vectors: Callable[..., bool] = getattr(_native, "vectors", None)  # type: ignore[assignment]
+    return _record.pack(*(number for name in KNOWN for number in _WRITTEN[name][1](getattr(config, name))))
 
 
 Readers = tuple[Callable[[], int], ...]
-GRADS = slice(5, 10)  # of those of a state, the ones of H2
+# Checks in float32 for calls that come again and again: all_plain(*tensors), all_vectors(size, *tensors).
+all_plain: Callable[..., bool] = getattr(_native, "plain", None)  # type: ignore[assignment]
+all_vectors: Callable[..., bool] = getattr(_native, "vectors", None)  # type: ignore[assignment]
 
+# Whether readers give what a record says: still(readers, record).
+still: Callable[[Readers, bytes], bool] = getattr(_native, "still", None)  # type: ignore[assignment]
+# Whether a steady call is as the one that was looked at: fits(shape, stride, channels, readers, record, x, gain, bias).
+fits: Callable[..., bool] = getattr(_native, "fits", None)  # type: ignore[assignment]
 
-def _tensors(state: State) -> tuple[Tensor, ...]:
-    """Those of `State` of types.h, in that order."""
-    streams = [(h.long, h.short, h.count, h.empty, h.pending) for h in (state.stats, state.grads)]
-    return *streams[0], *streams[1], state.mean, state.sigma, state.seen, state.elements, state.elements_before
-
-
-def holds(state: State, channels: int) -> bool:
-    """Whether the kernels can write into a state: every tensor of it is looked at."""
-    stream = [(torch.float32, (2, channels))] * 2 + [(torch.int64, ()), (torch.bool, ()), (torch.bool, ())]
-    wanted = stream * 2 + [(torch.float32, (channels,))] * 2 + [(torch.float64, ())] * 3 + [(torch.float32, ())]
-    return all(
-        is_plain(tensor, dtype) and tensor.shape == shape and tensor.is_contiguous() and in_memory(tensor)
-        for tensor, (dtype, shape) in zip([*_tensors(state), state.loss_scale], wanted, strict=True)
-    )
-
-
-def state_readers(state: State) -> Readers:
-    """What reads the addresses of a state, and holds its tensors."""
-    return tuple(tensor.data_ptr for tensor in _tensors(state))
-
-
-# What readers give now: for those of a state, `State` of types.h.
+# What readers give now: `H1` and `H2` of types.h for those of a state.
 addresses: Callable[[Readers], bytes] = getattr(_native, "addresses", None)  # type: ignore[assignment]
+
+
+def readers_of(tensors: Mapping[str, Tensor], names: Iterable[str]) -> Readers:
+    """What reads the addresses of tensors of a state, and holds them."""
+    return tuple(tensors[name].data_ptr for name in names)
+
+
+def holds(tensors: Mapping[str, Tensor], channels: int) -> bool:
+    """Whether the kernels can write into these tensors of a state: every one is looked at."""
+    wanted = _wanted(channels)
+    for name, tensor in tensors.items():
+        dtype, shape = wanted[name]
+        if tensor.shape != shape or not (is_plain(tensor, dtype) and tensor.is_contiguous() and has_memory(tensor)):
+            return False
+    return True
+
+
+@lru_cache(maxsize=256)
+def _wanted(channels: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """Types and shapes of the tensors of a state."""
+    where = torch.device("cpu")
+    return {name: (dtype_of(name, torch.float32, where), shape_of(name, (channels,))) for name in FIELDS}
+
+
+class Looked(NamedTuple):
+    """A state that has been looked at, with what reads its addresses, and holds it."""
+
+    h1: Readers
+    h1_record: bytes  # what the readers gave then
+    grads: Stream
+    h2: Readers
+    h2_record: bytes
+
+
+def look(state: State, channels: int) -> Looked | None:
+    """None if the kernels cannot write into it."""
+    tensors = to_dict(state)
+    if not holds(tensors, channels):
+        return None
+    h1, h2 = readers_of(tensors, H1_NAMES), readers_of(tensors, H2_NAMES)
+    return Looked(h1, addresses(h1), state.grads, h2, addresses(h2))
+
+
+def receiving(grads: Stream, looked: Looked, channels: int) -> tuple[Stream, bytes]:
+    """What to stream gradients into that are for `grads`, and its record: see `writable`."""
+    if grads is looked.grads and still(looked.h2, looked.h2_record):
+        return grads, looked.h2_record
+    return writable(grads, channels)
+
+
+def writable(grads: Stream, channels: int) -> tuple[Stream, bytes]:
+    """H2 itself, or a copy if the layer was moved between forward and backward; and its record."""
+    tensors = {f"grads_{part}": getattr(grads, part) for part in PARTS}
+    if not holds(tensors, channels):
+        like = new_stream((channels,), torch.empty(0, dtype=torch.float32))
+        for name, tensor in tensors.items():
+            wanted = getattr(like, name.removeprefix("grads_"))
+            if tensor.shape != wanted.shape or tensor.is_meta or (tensor.is_cpu and not has_memory(tensor)):
+                raise RuntimeError(
+                    f"{name} of a streaming layer was replaced between its forward and its backward pass (shape "
+                    f"{tuple(tensor.shape)} on {tensor.device}, for {channels} channels): its gradients have nowhere "
+                    "to go"
+                )
+        write_stream(like, grads)
+        grads, tensors = like, {f"grads_{part}": getattr(like, part) for part in PARTS}
+    return grads, addresses(readers_of(tensors, H2_NAMES))
 
 
 def kept_size(channels: int) -> int:
@@ -148,54 +154,24 @@ def address(tensor: Tensor | None) -> int:
 Layout = tuple[int, int, int, int, int]  # rows, samples, channels, space, stride: see `Layer` of types.h
 
 
-def layer_forward(
-    settings: bytes,
-    state: bytes,
-    layout: Layout,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    kept: Tensor,
-    y: Tensor,
-) -> None:
-    gain, shift = 0 if weight is None else weight.data_ptr(), 0 if bias is None else bias.data_ptr()
-    addresses = x.data_ptr(), gain, shift, kept.data_ptr(), y.data_ptr()
-    _native.layer_forward(settings, state, *layout, torch.get_num_threads(), *addresses)
-
-
-def layer_backward(
-    settings: bytes,
-    state: bytes,
-    layout: Layout,
-    x: Tensor,
-    weight: Tensor | None,
-    kept: Tensor,
-    dy: Tensor,
-    scale: float,
-    out: tuple[Tensor | None, Tensor, Tensor],
-) -> None:
-    """`out`: dx, which may be None, dgain and dbias."""
-    dx, dgain, dbias = out
-    gain = 0 if weight is None else weight.data_ptr()
-    addresses = x.data_ptr(), gain, 0, kept.data_ptr(), dy.data_ptr(), scale
-    results = 0 if dx is None else dx.data_ptr(), dgain.data_ptr(), dbias.data_ptr()
-    _native.layer_backward(settings, state, *layout, torch.get_num_threads(), *addresses, *results)
-
+# Calls of a layer: settings, H1 or H2 (not of a repetition), the layout, threads, then the addresses of x, gain, bias
+# and what is kept; then that of y, or that of dy, the scale of the loss, and the addresses of dx, dgain and dbias.
+layer_forward: Callable[..., None] = getattr(_native, "layer_forward", None)  # type: ignore[assignment]
+layer_repeat: Callable[..., None] = getattr(_native, "layer_repeat", None)  # type: ignore[assignment]
+layer_backward: Callable[..., None] = getattr(_native, "layer_backward", None)  # type: ignore[assignment]
 
 _gain_and_bias = struct.Struct("2q")
 _scale = struct.Struct("d")
+NO_H1, NO_H2 = bytes(8 * len(H1_NAMES)), bytes(8 * len(H2_NAMES))
 
 
-def norm_records(norms: Iterable[tuple[Tensor | None, Tensor | None, State, float]]) -> bytes:
-    """`Norm`s of types.h: gain, bias, state and scale of the loss of each."""
-    return b"".join(
-        _gain_and_bias.pack(address(gain), address(bias)) + addresses(state_readers(state)) + _scale.pack(scale)
-        for gain, bias, state, scale in norms
-    )
+def norm_record(gain: Tensor | None, bias: Tensor | None, h1: bytes, h2: bytes, scale: float) -> bytes:
+    """`Norm` of types.h."""
+    return _gain_and_bias.pack(address(gain), address(bias)) + h1 + h2 + _scale.pack(scale)
 
 
 def sequence_forward(fixed: tuple[Any, ...], tensors: Iterable[Tensor]) -> None:
-    """`fixed`: `Sequence` of types.h up to its tensors; then the addresses, and the state after the last step."""
+    """`fixed`: `Sequence` of types.h up to its tensors; then their addresses, and the last hidden state."""
     _native.sequence_forward(*fixed, *[tensor.data_ptr() for tensor in tensors])
 
 

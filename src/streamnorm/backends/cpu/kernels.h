@@ -7,4 +7,4 @@
 #include "product.h"
 #include "sequence.h"
 
-const Kernels kernels = {layer_forward, layer_backward, sequence_forward, sequence_backward};
+const Kernels kernels = {layer_forward, layer_repeat, layer_backward, sequence_forward, sequence_backward};

@@ -86,7 +86,7 @@ inline void sum_all(const Layer& call, const float* center, double* sums) {
 }
 
 // Whether center "running" has to start from the layer's mean of this call.
-inline bool starts(const Settings& set, const State& state) {
+inline bool starts(const Settings& set, const H1& state) {
     return set.center == RUNNING && set.warmup > 0 && *state.seen == 0;
 }
 
@@ -95,11 +95,11 @@ inline void find_centers(const Layer& call, Kept kept, double* sums) {
     const Settings& set = *call.settings;
     const int64_t channels = call.channels;
     if (set.center == RUNNING)
-        std::copy(call.state->mean, call.state->mean + channels, kept.center);
+        std::copy(call.h1->mean, call.h1->mean + channels, kept.center);
     else  // about one of the channel's own elements, the mean of data far from 0 loses no digits
         for (int64_t c = 0; c < channels; c++)
             kept.center[c] = set.center == ZERO ? 0 : call.x[call.rows ? c : c * call.space];
-    if (set.center != MEAN && !starts(set, *call.state)) return;
+    if (set.center != MEAN && !starts(set, *call.h1)) return;
     sum_all(call, kept.center, sums);
     for (int64_t c = 0; c < channels; c++)
         kept.mean[c] = (float)(kept.center[c] + sums[c] / (double)(call.samples * call.space));
@@ -117,7 +117,7 @@ inline void stream_rows(const Layer& call, Kept kept, double* sums) {
     find_centers(call, kept, sums);
     sum_all(call, kept.center, sums);
     finish_moments(*call.settings, n, sums, call.channels, 0, call.channels, kept);
-    stream_statistics(*call.settings, *call.state, call.channels, n, kept);
+    stream_statistics(*call.settings, *call.h1, call.channels, n, kept);
 }
 
 // ---- forward -------------------------------------------------------------------------------------------------------
@@ -152,12 +152,12 @@ inline void normalize_rows(const Layer& call, Kept kept, float* scale, float* y)
 
 void layer_forward(const Layer& call, float* y) {
     const Settings& set = *call.settings;
-    const State& state = *call.state;
+    const H1& state = *call.h1;
     const int64_t channels = call.channels;
     const double n = (double)(call.samples * call.space);
     const Kept kept(call.kept, channels);
     double* sums = workspace(scratch_of(call));
-    fold_pending(set, state, channels);
+    fold_statistics(set, state, channels);
 
     if (call.rows) {
         stream_rows(call, kept, sums);
@@ -183,6 +183,17 @@ void layer_forward(const Layer& call, float* y) {
     });
     stream_statistics(set, state, channels, n, kept);
     if (steady && *kept.accept != 0) return;
+    each_group(call, [&](int64_t first, int64_t last) {
+        normalize_group(call, first, last, kept.mean_hat, kept.sigma_hat, y);
+    });
+}
+
+void layer_repeat(const Layer& call, float* y) {
+    const Kept kept(call.kept, call.channels);
+    if (call.rows) {
+        normalize_rows(call, kept, (float*)workspace(scratch_of(call)), y);
+        return;
+    }
     each_group(call, [&](int64_t first, int64_t last) {
         normalize_group(call, first, last, kept.mean_hat, kept.sigma_hat, y);
     });
@@ -227,6 +238,7 @@ inline Slopes stream_back_rows(const Layer& call, const float* dy, int64_t dy_st
     const int64_t channels = call.channels, threads = workers(call);
     const double n = (double)call.samples;
     float* g = (float*)(scratch + 3 * channels * threads);  // (2, C)
+    fold_gradients(set, *call.h2, channels, kept);
     const Slopes slopes{g + 2 * channels, g + 3 * channels, g + 4 * channels};
     share_sums(call.samples, threads, 3 * channels, scratch, [&](int64_t begin, int64_t end, double* part) {
         double* columns[3] = {part, part + channels, part + 2 * channels};
@@ -234,7 +246,7 @@ inline Slopes stream_back_rows(const Layer& call, const float* dy, int64_t dy_st
     });
     find_units(call.gain, kept.sigma_hat, 0, channels, slopes.unit);
     finish_gradients(slopes.unit, kept.sigma_hat, scratch, channels, 0, channels, dgain, dbias, g);
-    stream_gradients(set, *call.state, channels, kept, scale, g);
+    stream_gradients(set, *call.h2, channels, kept, scale, g);
     find_slopes(set, n, g, scratch + 2 * channels, channels, 0, channels, kept, slopes);
     return slopes;
 }
@@ -261,7 +273,8 @@ inline void back_through_planes(const Layer& call, const float* dy, float scale,
     float *g = (float*)(sums + 3 * channels), *flow = g + 2 * channels;  // dE/ds_hat and what flows on, (2, C) each
     const Slopes slopes{g + 4 * channels, g + 5 * channels, g + 6 * channels};
     const bool likely = *kept.accept != 0 && *kept.share == 1;  // else only the last channel tells how long g is
-    const Push push(call.state->grads, guarded(set.beta, *kept.share), true);
+    fold_gradients(set, *call.h2, channels, kept);
+    const Push push(call.h2->grads, guarded(set.beta, *kept.share), true);
     const auto pull_back = [&](int64_t first, int64_t last, const float* from) {
         find_slopes(set, n, from, signs, channels, first, last, kept, slopes);
         pull_back_group(call, dy, first, last, kept.center, slopes, dx);
@@ -275,7 +288,7 @@ inline void back_through_planes(const Layer& call, const float* dy, float scale,
                 flow[i] = passed_on(set, push.preview(i, g[i] / scale), g[i] / scale, *kept.w * scale);
         if (likely && dx) pull_back(first, last, flow);
     });
-    const bool accepted = stream_gradients(set, *call.state, channels, kept, scale, g);
+    const bool accepted = stream_gradients(set, *call.h2, channels, kept, scale, g);
     if (!dx || (likely && accepted)) return;
     each_group(call, [&](int64_t first, int64_t last) { pull_back(first, last, g); });
 }

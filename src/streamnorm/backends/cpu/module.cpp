@@ -1,4 +1,4 @@
-// The Python module: addresses and numbers in, checked for count only; kernels/__init__.py is its one caller.
+// The Python module: addresses and numbers in, checked for count only; binding.py is its one caller.
 #define Py_LIMITED_API 0x030b0000
 #include <Python.h>
 
@@ -68,10 +68,13 @@ bool counted(Py_ssize_t given, Py_ssize_t wanted) {
     return given == wanted;
 }
 
-Layer layer_from(Arguments& in) {
+enum class Pass { FORWARD, REPEAT, BACKWARD };
+
+Layer layer_from(Arguments& in, Pass pass) {
     Layer call;
     call.settings = in.record<Settings>();
-    call.state = in.record<State>();
+    call.h1 = pass == Pass::FORWARD ? in.record<H1>() : nullptr;
+    call.h2 = pass == Pass::BACKWARD ? in.record<H2>() : nullptr;
     call.rows = in.number();
     call.samples = in.number();
     call.channels = in.number();
@@ -88,16 +91,25 @@ Layer layer_from(Arguments& in) {
 PyObject* layer_forward(PyObject*, PyObject* const* args, Py_ssize_t count) {
     if (!counted(count, 13)) return nullptr;
     Arguments in{args};
-    const Layer call = layer_from(in);
+    const Layer call = layer_from(in, Pass::FORWARD);
     float* y = in.address();
     if (in.failed) return nullptr;
     return released([&] { kernels->layer_forward(call, y); });
 }
 
+PyObject* layer_repeat(PyObject*, PyObject* const* args, Py_ssize_t count) {
+    if (!counted(count, 12)) return nullptr;
+    Arguments in{args};
+    const Layer call = layer_from(in, Pass::REPEAT);
+    float* y = in.address();
+    if (in.failed) return nullptr;
+    return released([&] { kernels->layer_repeat(call, y); });
+}
+
 PyObject* layer_backward(PyObject*, PyObject* const* args, Py_ssize_t count) {
     if (!counted(count, 17)) return nullptr;
     Arguments in{args};
-    const Layer call = layer_from(in);
+    const Layer call = layer_from(in, Pass::BACKWARD);
     const float* dy = in.address();
     const float scale = (float)in.real();
     float *dx = in.address(), *dgain = in.address(), *dbias = in.address();
@@ -151,7 +163,7 @@ PyObject* sequence_backward(PyObject*, PyObject* const* args, Py_ssize_t count) 
 struct Words {
     PyObject *tensor, *parameter, *float32;  // types of plain tensors, and the type of their numbers
     PyObject *dtype, *is_cpu, *is_nested, *is_neg, *data_ptr, *storage_offset, *shape, *is_contiguous;
-    PyObject *untyped_storage, *nbytes, *numel;
+    PyObject *untyped_storage, *nbytes, *numel, *stride;
 } words;
 
 PyObject* introduce(PyObject*, PyObject* const* args, Py_ssize_t count) {
@@ -166,6 +178,7 @@ PyObject* introduce(PyObject*, PyObject* const* args, Py_ssize_t count) {
                        {&words.untyped_storage, "untyped_storage"},
                        {&words.nbytes, "nbytes"},
                        {&words.numel, "numel"},
+                       {&words.stride, "stride"},
                        {&words.is_contiguous, "is_contiguous"}};
     for (const auto& each : names)
         if (!(*each.at = PyUnicode_InternFromString(each.name))) return nullptr;
@@ -189,17 +202,33 @@ int64_t number(PyObject* tensor, PyObject* name) {
     return result;
 }
 
-// Memory that does not begin at 0, and holds as many numbers as there are.
+// Numbers from the first element to the last.
+int64_t extent(PyObject* tensor) {
+    if (does(tensor, words.is_contiguous)) return number(tensor, words.numel);
+    PyObject *shape = PyObject_GetAttr(tensor, words.shape), *stride = PyObject_CallMethodObjArgs(tensor, words.stride, nullptr);
+    int64_t last = 1;
+    const Py_ssize_t dims = shape && stride ? PyTuple_Size(shape) : 0;
+    for (Py_ssize_t i = 0; i < dims; i++) {
+        const int64_t size = PyLong_AsLongLong(PyTuple_GetItem(shape, i));
+        last = size == 0 ? 0 : last + (size - 1) * PyLong_AsLongLong(PyTuple_GetItem(stride, i));
+        if (size == 0) break;
+    }
+    Py_XDECREF(shape);
+    Py_XDECREF(stride);
+    return last;
+}
+
+// Memory that does not begin at 0, and reaches to the last element.
 bool has_memory(PyObject* tensor) {
     const int64_t size = sizeof(float), before = number(tensor, words.storage_offset) * size;
     if (number(tensor, words.data_ptr) == before) return false;
     PyObject* storage = PyObject_CallMethodObjArgs(tensor, words.untyped_storage, nullptr);
     const int64_t bytes = storage ? number(storage, words.nbytes) : 0;
     Py_XDECREF(storage);
-    return bytes >= before + number(tensor, words.numel) * size;
+    return bytes >= before + extent(tensor) * size;
 }
 
-// As `is_plain` of kernels/__init__.py, in float32.
+// As `is_plain` of backends/memory.py, in float32.
 bool is_plain(PyObject* tensor) {
     PyObject* type = (PyObject*)Py_TYPE(tensor);
     if (type != words.tensor && type != words.parameter) return false;
@@ -232,7 +261,15 @@ PyObject* vectors(PyObject*, PyObject* const* args, Py_ssize_t count) {
     return PyErr_Occurred() ? nullptr : PyBool_FromLong(result);
 }
 
-// The addresses that a tuple of `data_ptr` methods gives now, as bytes.
+// What a `data_ptr` method gives now.
+int64_t read(PyObject* readers, Py_ssize_t i) {
+    PyObject* number = PyObject_CallNoArgs(PyTuple_GetItem(readers, i));
+    const int64_t value = number ? PyLong_AsLongLong(number) : -1;
+    Py_XDECREF(number);
+    return value;
+}
+
+// The addresses that a tuple of them gives now, as bytes.
 PyObject* addresses(PyObject*, PyObject* readers) {
     const Py_ssize_t count = PyTuple_Size(readers);
     if (count < 0) return nullptr;
@@ -240,9 +277,7 @@ PyObject* addresses(PyObject*, PyObject* readers) {
     if (!bytes) return nullptr;
     char* out = PyBytes_AsString(bytes);
     for (Py_ssize_t i = 0; i < count; i++) {
-        PyObject* number = PyObject_CallNoArgs(PyTuple_GetItem(readers, i));
-        const int64_t value = number ? PyLong_AsLongLong(number) : -1;
-        Py_XDECREF(number);
+        const int64_t value = read(readers, i);
         if (value == -1 && PyErr_Occurred()) {
             Py_DECREF(bytes);
             return nullptr;
@@ -250,6 +285,43 @@ PyObject* addresses(PyObject*, PyObject* readers) {
         std::memcpy(out + i * sizeof value, &value, sizeof value);
     }
     return bytes;
+}
+
+// Whether they still give what a record says.
+bool unmoved(PyObject* readers, PyObject* record) {
+    const Py_ssize_t count = PyTuple_Size(readers);
+    const char* known = PyBytes_AsString(record);
+    if (count < 0 || !known || PyBytes_Size(record) != count * (Py_ssize_t)sizeof(int64_t)) return false;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        const int64_t value = read(readers, i);
+        if (std::memcmp(known + i * sizeof value, &value, sizeof value) != 0) return false;
+    }
+    return true;
+}
+
+PyObject* still(PyObject*, PyObject* const* args, Py_ssize_t count) {
+    if (!counted(count, 2)) return nullptr;
+    const bool result = unmoved(args[0], args[1]);
+    return PyErr_Occurred() ? nullptr : PyBool_FromLong(result);
+}
+
+// Whether an attribute of a tensor, or what a method of it gives, equals a tuple.
+bool equals(PyObject* found, PyObject* wanted) {
+    const bool same = found && PyObject_RichCompareBool(found, wanted, Py_EQ) == 1;
+    Py_XDECREF(found);
+    return same;
+}
+
+// fits(shape, stride, channels, readers, record, x, gain, bias): whether a steady call is as the one that was looked at.
+PyObject* fits(PyObject*, PyObject* const* args, Py_ssize_t count) {
+    if (!counted(count, 8)) return nullptr;
+    PyObject* x = args[5];
+    const int64_t channels = PyLong_AsLongLong(args[2]);
+    const bool result = is_plain(x) && equals(PyObject_GetAttr(x, words.shape), args[0]) &&
+                        equals(PyObject_CallMethodObjArgs(x, words.stride, nullptr), args[1]) &&
+                        (args[6] == Py_None || is_vector(args[6], channels)) &&
+                        (args[7] == Py_None || is_vector(args[7], channels)) && unmoved(args[3], args[4]);
+    return PyErr_Occurred() ? nullptr : PyBool_FromLong(result);
 }
 
 PyObject* use(PyObject*, PyObject* name) {
@@ -267,9 +339,15 @@ PyObject* use(PyObject*, PyObject* name) {
     return PyBool_FromLong(found != nullptr);
 }
 
+// The names of the fields of `Settings`, `H1` and `H2`.
+PyObject* fields(PyObject*, PyObject*) {
+    return Py_BuildValue("(sss)", SETTINGS_FIELDS, H1_FIELDS, H2_FIELDS);
+}
+
 #define FAST(function) (PyCFunction)(void (*)(void)) function, METH_FASTCALL
 PyMethodDef methods[] = {
     {"layer_forward", FAST(layer_forward), nullptr},
+    {"layer_repeat", FAST(layer_repeat), nullptr},
     {"layer_backward", FAST(layer_backward), nullptr},
     {"sequence_forward", FAST(sequence_forward), nullptr},
     {"sequence_backward", FAST(sequence_backward), nullptr},
@@ -277,6 +355,9 @@ PyMethodDef methods[] = {
     {"plain", FAST(plain), nullptr},
     {"vectors", FAST(vectors), nullptr},
     {"addresses", addresses, METH_O, nullptr},
+    {"still", FAST(still), nullptr},
+    {"fits", FAST(fits), nullptr},
+    {"fields", fields, METH_NOARGS, nullptr},
     {"use", use, METH_O, "Choose the kernels for an instruction set; False where there are none for this machine."},
     {nullptr, nullptr, 0, nullptr},
 };

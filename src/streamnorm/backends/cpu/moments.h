@@ -1,4 +1,4 @@
-// The twin of moments.py for one statistic per channel: S(x) and the gradient through it, for blocks of rows.
+// The twin of core/statistics.py for one statistic per channel: S(x) and the gradient through it, for blocks of rows.
 #pragma once
 
 template <class Sums>

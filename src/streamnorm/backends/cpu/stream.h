@@ -1,4 +1,4 @@
-// The twin of stream.py for one statistic per channel: push, blend, fold and warm start, in float32 and in place.
+// The twin of core/algorithm.py for one statistic per channel: push, blend, fold and warm start, in float32 and in place.
 // Layer and sequence kernels both use it. Compiled once per instruction set (see variant.h).
 #pragma once
 
@@ -7,7 +7,7 @@ struct Kept {
     float *mean, *center, *sigma;  // S(x) and its c
     float *mean_hat, *sigma_hat;   // what normalized
     float *w, *accept;             // of the warm start; whether the statistics were pushed
-    float *share, *window, *total; // as in `Call` of rules.py
+    float *share, *window, *total; // as in `Kept` of core/algorithm.py
 
     static int64_t size(int64_t channels) { return 5 * channels + 5; }
     Kept(float* at, int64_t channels)
@@ -23,7 +23,7 @@ inline bool is_finite(float value) {
     return (bits & 0x7f800000u) != 0x7f800000u;
 }
 
-// Nor so large that averaging could end in a number that is not: see `all_finite` of moments.py.
+// Nor so large that averaging could end in a number that is not: see `all_finite` of core/statistics.py.
 inline bool all_finite(const float* values, int64_t n) {
     uint32_t bad = 0;
     for (int64_t i = 0; i < n; i++) bad |= is_finite(4 * values[i]) ? 0u : 1u;
@@ -42,7 +42,7 @@ inline float share_of(const Settings& set, double elements) {
 }
 
 // Of the present window, with so many elements more.
-inline float window_share(const Settings& set, const State& state, double more) {
+inline float window_share(const Settings& set, const H1& state, double more) {
     const double before = *state.elements_before;
     return share_of(set, before > 0 ? std::max(*state.elements + more, before) : 0.0);
 }
@@ -51,7 +51,7 @@ struct Weights {
     float lasting, recent;
 };
 
-// The weights of long and short for a window that holds only `share` of a full one: see `guarded` of stream.py.
+// The weights of long and short for a window that holds only `share` of a full one: see `guarded` of core/algorithm.py.
 inline Weights guarded(const double* weights, float share, float part = 0) {
     const float lasting = (float)weights[0], recent = (float)weights[1];
     if (!(share < 1) || lasting == 0) return {lasting, recent};
@@ -72,14 +72,21 @@ inline bool fold(const Stream& s, int64_t channels, Weights weights) {
     return true;
 }
 
-inline void fold_pending(const Settings& set, const State& state, int64_t channels) {
-    if (!*state.stats.pending && !*state.grads.pending) return;
+inline Weights fold_weights(const Settings& set, const double* kappa, double elements, double seen) {
+    return guarded(kappa, share_of(set, elements), (float)(elements / std::max(seen, 1.0)));
+}
+
+inline void fold_statistics(const Settings& set, const H1& state, int64_t channels) {
+    if (!*state.stats.pending) return;
     const double elements = *state.elements;
-    const float share = share_of(set, elements), part = (float)(elements / std::max(*state.seen, 1.0));
-    fold(state.grads, channels, guarded(set.kappa + 2, share, part));
-    if (!fold(state.stats, channels, guarded(set.kappa, share, part))) return;
+    if (!fold(state.stats, channels, fold_weights(set, set.kappa, elements, *state.seen))) return;
     *state.elements_before = elements;
     *state.elements = 0;
+}
+
+// By the window that H1 had closed when the call was made that these are the gradients of.
+inline void fold_gradients(const Settings& set, const H2& state, int64_t channels, Kept kept) {
+    if (*state.grads.pending) fold(state.grads, channels, fold_weights(set, set.kappa + 2, *kept.window, *kept.total));
 }
 
 // count += 1; short += (value - short) / count, and what long and short then blend to. Without `accept` nothing is
@@ -130,7 +137,7 @@ inline float layer_sigma(const float* sigma, int64_t channels, int64_t p) {
 
 // F of the paper and the warm start: S(x) in `kept` is pushed into H1, and s_hat put beside it. A call whose
 // statistics are not all finite is not pushed, and the latest s_hat serves.
-inline void stream_statistics(const Settings& set, const State& state, int64_t channels, double elements, Kept kept) {
+inline void stream_statistics(const Settings& set, const H1& state, int64_t channels, double elements, Kept kept) {
     const bool accept = all_finite(kept.mean, channels) && all_finite(kept.sigma, channels);
     *kept.accept = accept;
     *kept.share = window_share(set, state, accept ? elements : 0);
@@ -160,7 +167,7 @@ inline void stream_statistics(const Settings& set, const State& state, int64_t c
     std::copy(kept.sigma_hat, kept.sigma_hat + channels, state.sigma);
 }
 
-// In double, where squares of floats neither overflow nor vanish: what `by_largest` of stream.py is for.
+// In double, where squares of floats neither overflow nor vanish: what `by_largest` of core/algorithm.py is for.
 inline double square_sum(const float* values, int64_t n) {
     double total = 0;
     for (int64_t i = 0; i < n; i++) total += (double)values[i] * values[i];
@@ -174,7 +181,7 @@ inline float passed_on(const Settings& set, float blend, float g, float factor) 
 }
 
 // G of the paper: g = dE/ds_hat, (2, C), is pushed into H2 and replaced by what flows on. Returns whether it was pushed.
-inline bool stream_gradients(const Settings& set, const State& state, int64_t channels, Kept kept, float scale,
+inline bool stream_gradients(const Settings& set, const H2& state, int64_t channels, Kept kept, float scale,
                              float* g) {
     const int64_t n = 2 * channels;
     if (scale != 1)

@@ -8,27 +8,36 @@ enum Center : int64_t { MEAN, RUNNING, ZERO };
 struct Settings {
     int64_t p;       // 1 or 2
     int64_t center;
+    double eps, alpha[2], beta[3], kappa[4], warmup;
     int64_t guard;
-    double alpha[2], beta[3], kappa[4], warmup, eps;
 };
+#define SETTINGS_FIELDS "p center eps alpha beta kappa warmup guard"
 
+// The fields of the next three are in the order of core/config.py and core/state.py; binding.py compares their names.
 struct Stream {
-    float* lasting;  // `long` of stream.py, (2, C): row 0 mean, row 1 sigma
+    float* lasting;  // `long`, (2, C): row 0 mean, row 1 sigma
     float* recent;   // `short`
     int64_t* count;
     bool *empty, *pending;
 };
 
-struct State {
-    Stream stats, grads;
+struct H1 {  // what forward passes write
+    Stream stats;
     float *mean, *sigma;
     double *seen, *elements, *elements_before;
 };
+#define H1_FIELDS "stats_long stats_short stats_count stats_empty stats_pending mean sigma seen elements elements_before"
+
+struct H2 {  // what backward passes write
+    Stream grads;
+};
+#define H2_FIELDS "grads_long grads_short grads_count grads_empty grads_pending"
 
 // A call of a layer. `rows`: x is (samples, channels) with `stride` from row to row; otherwise (samples, channels, space).
 struct Layer {
     const Settings* settings;
-    const State* state;
+    const H1* h1;  // null in backward
+    const H2* h2;  // null in forward
     int64_t rows, samples, channels, space, stride, threads;
     const float *x, *gain, *bias;  // gain and bias may be null
     float* kept;                   // 5 * channels + 5, between forward and backward
@@ -37,7 +46,8 @@ struct Layer {
 // The norm of one product of one gate.
 struct Norm {
     const float *gain, *bias;
-    State state;
+    H1 h1;
+    H2 h2;
     double scale;  // of the loss, 1 without a scaler
 };
 
@@ -57,6 +67,7 @@ struct Sequence {
 
 struct Kernels {
     void (*layer_forward)(const Layer&, float* y);
+    void (*layer_repeat)(const Layer&, float* y);  // N(x, s_hat) from what a call kept: nothing is streamed
     // `dx` may be null; `scale`: of the loss, 1 without a scaler.
     void (*layer_backward)(const Layer&, const float* dy, float scale, float* dx, float* dgain, float* dbias);
     void (*sequence_forward)(const Sequence&, float* final);

@@ -1,4 +1,7 @@
-"""The data of the experiments: CIFAR-10, a small stand-in for it, and text; from a folder, the cache or the network."""
+"""The data of the experiments: CIFAR-10, a small stand-in for it, and text; from a folder, the cache or the network.
+
+What is trained on it does not live here (`..tasks`).
+"""
 
 import hashlib
 import re

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .base import Device, Norm, check_dtype, check_memory
-from .kernels import in_memory
-from .recurrence import GRU_KIND, GRU_RESET_AFTER_KIND, Factory, Gates, Kind, Norms, Product, State, has_hooks
+from ...engine.compat import has_hooks
+from ...engine.context import check_memory, in_memory
+from ..base import Device, Norm, check_dtype
+from .step import GRU_KIND, GRU_RESET_AFTER_KIND, Factory, Gates, Hidden, Kind, Norms, Product
 
 ACTIVATIONS = {"tanh": torch.tanh, "relu": torch.relu}
 
@@ -147,7 +148,7 @@ class RecurrentBase(nn.Module):
             raise TypeError(f"input is {x.layout}: pass a dense tensor, such as x.to_dense()")
         check_memory(input=x)
 
-    def _states(self, hx: Any, shape: tuple[int, ...], meaning: str, x: Tensor) -> State:
+    def _states(self, hx: Any, shape: tuple[int, ...], meaning: str, x: Tensor) -> Hidden:
         """The initial state, checked; zeros by default. `meaning`: of its shape."""
         if not x.is_floating_point():
             x = next(self.parameters())  # indices have the type of no state
@@ -171,7 +172,7 @@ class RecurrentBase(nn.Module):
             check_memory(hx=s)
         return states
 
-    def _packaged(self, state: State) -> Any:
+    def _packaged(self, state: Hidden) -> Any:
         return state if self.kind.states > 1 else state[0]
 
 

@@ -5,12 +5,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .base import Device, check_count, mask_over_channels
-from .hints import hinted
-from .moments import masked
-from .recurrence import LSTM_KIND, RNN_KIND, Factory, Linear
-from .recurrentbase import ACTIVATIONS, EitherGRU, RecurrentBase
-from .streaming import StreamingNorm
+from ...core.statistics import masked
+from ..base import Device, check_count, mask_over_channels
+from ..hints import hinted
+from ..streaming import StreamingNorm
+from .base import ACTIVATIONS, EitherGRU, RecurrentBase
+from .step import LSTM_KIND, RNN_KIND, Factory, Linear
 
 
 class _Cell(RecurrentBase):
@@ -62,16 +62,30 @@ class _Cell(RecurrentBase):
 
 @hinted
 class RNNCell(_Cell):
-    """h' = f(N(W_x x) + N(W_h h)), each product with its own norm; see `RNN`.
+    """One step of a normalized recurrent network, called like `torch.nn.RNNCell`; see `RNN`.
 
-    `cell(input, hx=None, mask=None, step=0)`: input `(N, input_size)`, state `(N, hidden_size)`. `step` is the
-    timestep, for `TimeSpecificNorm`.
+    h' = f(N(W_x x) + N(W_h h)), each product with its own norm. Training and evaluation are those of the norms.
 
-    >>> cell, h = RNNCell(3, 5), None
-    >>> for t in range(4):
-    ...     h = cell(torch.randn(2, 3), h, step=t)
-    >>> h.shape
-    torch.Size([2, 5])
+    Args:
+        input_size: the number of features of the input.
+        hidden_size: the number of features of the hidden state.
+        norm: makes a norm for each product, as in `RNN`; None for torch's own cell.
+        nonlinearity: f, "tanh" or "relu".
+        bias: of the products, without a norm; norms bring their own.
+        device, dtype: of the parameters.
+
+    Shape:
+        - input: `(N, input_size)`, or `(input_size,)` for one sample.
+        - hx: `(N, hidden_size)`, or `(hidden_size,)`; zeros if None. The output has the same shape.
+        - mask: `(N,)`, True for samples that take this step; the others keep their hidden state.
+        - step: the timestep, for `TimeSpecificNorm`.
+
+    Example:
+        >>> cell, h = RNNCell(3, 5), None
+        >>> for t in range(4):
+        ...     h = cell(torch.randn(2, 3), h, step=t)
+        >>> h.shape
+        torch.Size([2, 5])
     """
 
     kind = RNN_KIND
@@ -94,10 +108,17 @@ class RNNCell(_Cell):
 class GRUCell(EitherGRU, _Cell):
     """One step of the paper's GRU, which resets the hidden state before its matrix product; see `GRU`.
 
-    With `reset_after` one step of torch's, which is `torch.nn.GRUCell` without a norm.
+    r, z = sigmoid(N(W_x x) + N(W_h h)); new = f(N(W_x x) + N(W_h (h * r))); h' = z * new + (1 - z) * h.
 
-    >>> GRUCell(3, 5)(torch.randn(2, 3)).shape
-    torch.Size([2, 5])
+    Args:
+        reset_after: one step of torch's GRU instead, which is `torch.nn.GRUCell` if `norm=None`.
+        input_size, hidden_size, norm, nonlinearity, bias, device, dtype: as in `RNNCell`.
+
+    Shape: as in `RNNCell`.
+
+    Example:
+        >>> GRUCell(3, 5)(torch.randn(2, 3)).shape
+        torch.Size([2, 5])
     """
 
     def __init__(
@@ -118,11 +139,20 @@ class GRUCell(EitherGRU, _Cell):
 
 @hinted
 class LSTMCell(_Cell):
-    """One step of a normalized LSTM, state `(h, c)`; see `LSTM`.
+    """One step of a normalized LSTM, called like `torch.nn.LSTMCell`; see `LSTM`.
 
-    >>> h, c = LSTMCell(3, 5, cell_norm=True)(torch.randn(2, 3))
-    >>> h.shape, c.shape
-    (torch.Size([2, 5]), torch.Size([2, 5]))
+    i, f, g, o = N(W_x x) + N(W_h h); c' = sigmoid(f) * c + sigmoid(i) * tanh(g); h' = sigmoid(o) * tanh(c').
+
+    Args:
+        cell_norm: whether there is a norm on c' inside the last tanh.
+        input_size, hidden_size, norm, bias, device, dtype: as in `RNNCell`.
+
+    Shape: as in `RNNCell`; hx and the output are pairs `(h, c)`.
+
+    Example:
+        >>> h, c = LSTMCell(3, 5, cell_norm=True)(torch.randn(2, 3))
+        >>> h.shape, c.shape
+        (torch.Size([2, 5]), torch.Size([2, 5]))
     """
 
     kind = LSTM_KIND

@@ -5,12 +5,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .base import Device
-from .hints import hinted
-from .recurrence import RNN_KIND, Convolution, Factory
-from .recurrent import SequenceLayer
-from .recurrentbase import EitherGRU
-from .streaming import StreamingNorm
+from ..base import Device
+from ..hints import hinted
+from ..streaming import StreamingNorm
+from .base import EitherGRU
+from .sequence import SequenceLayer
+from .step import RNN_KIND, Convolution, Factory
 
 
 class _Convolutional(SequenceLayer):
@@ -33,14 +33,31 @@ class _Convolutional(SequenceLayer):
 
 @hinted
 class ConvRNN(_Convolutional):
-    """h_t = f(N(W_x * x_t) + N(W_h * h_{t-1})) with convolutions, for image sequences `(N, T, C, H, W)`.
+    """A normalized recurrent network with convolutions in place of matrix products, for sequences of images.
 
-    `net(input, hx=None, lengths=None) -> output, h_n`: output `(N, T, hidden_channels, H, W)`, state `(num_layers, N,
-    hidden_channels, H, W)`. `norm` and `lengths` as in `RNN`.
+    h_t = f(N(W_x * x_t) + N(W_h * h_{t-1})), where * is a convolution that keeps the size. Training and evaluation are
+    those of the norms.
 
-    >>> output, h_n = ConvRNN(3, 8)(torch.randn(2, 5, 3, 16, 16))
-    >>> output.shape, h_n.shape
-    (torch.Size([2, 5, 8, 16, 16]), torch.Size([1, 2, 8, 16, 16]))
+    Args:
+        input_channels: the number of channels of the input.
+        hidden_channels: the number of channels of the hidden state.
+        num_layers: how many layers are stacked.
+        kernel_size: side of the convolutions, an odd number.
+        norm: makes a norm for each product, as in `RNN`.
+        nonlinearity: f, "tanh" or "relu".
+        bias: of the convolutions, without a norm; norms bring their own.
+        device, dtype: of the parameters.
+
+    Shape:
+        - input: `(N, T, input_channels, H, W)`.
+        - hx: `(num_layers, N, hidden_channels, H, W)`; zeros if None.
+        - lengths: `(N,)`, the real steps of each padded sample.
+        - output: `(N, T, hidden_channels, H, W)`, 0 behind the lengths; h_n: as hx.
+
+    Example:
+        >>> output, h_n = ConvRNN(3, 8)(torch.randn(2, 5, 3, 16, 16))
+        >>> output.shape, h_n.shape
+        (torch.Size([2, 5, 8, 16, 16]), torch.Size([1, 2, 8, 16, 16]))
     """
 
     kind = RNN_KIND
@@ -73,11 +90,21 @@ class ConvRNN(_Convolutional):
 
 @hinted
 class ConvGRU(EitherGRU, _Convolutional):
-    """The paper's GRU with convolutions in place of matrix products; shapes as in `ConvRNN`, `reset_after` as in `GRU`.
+    """The paper's normalized GRU with convolutions in place of matrix products.
 
-    >>> output, h_n = ConvGRU(3, 8)(torch.randn(2, 5, 3, 16, 16))
-    >>> output.shape
-    torch.Size([2, 5, 8, 16, 16])
+    The formulas of `GRU`, with the convolutions of `ConvRNN`.
+
+    Args:
+        reset_after: reset the product, as torch does; see `GRU`.
+        input_channels, hidden_channels, num_layers, kernel_size, norm, nonlinearity, bias, device, dtype: as in
+            `ConvRNN`.
+
+    Shape: as in `ConvRNN`.
+
+    Example:
+        >>> output, h_n = ConvGRU(3, 8)(torch.randn(2, 5, 3, 16, 16))
+        >>> output.shape
+        torch.Size([2, 5, 8, 16, 16])
     """
 
     def __init__(

@@ -7,12 +7,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
-from .base import Device, Norm, check_count, check_memory, is_number
-from .hints import hinted
+from ...core.config import is_number
+from ...engine.context import check_memory
+from ..base import Device, Norm, check_count
+from ..hints import hinted
+from ..streaming import StreamingNorm
+from .base import ACTIVATIONS, EitherGRU, RecurrentBase
+from .loop import run_packed
 from .packing import checked_lengths, checked_packing
-from .recurrence import LSTM_KIND, RNN_KIND, Factory, Linear, Product, State, run_packed
-from .recurrentbase import ACTIVATIONS, EitherGRU, RecurrentBase
-from .streaming import StreamingNorm
+from .step import LSTM_KIND, RNN_KIND, Factory, Hidden, Linear, Product
 
 STATE = "(num_layers * directions, N, hidden_size"
 
@@ -54,7 +57,7 @@ class SequenceLayer(RecurrentBase):
         self.bidirectional = bidirectional
         self._suffixes = [suffix for suffix, _ in suffixes]
 
-    def _run(self, data: Tensor, sizes: list[int], start: State) -> tuple[Tensor, State]:
+    def _run(self, data: Tensor, sizes: list[int], start: Hidden) -> tuple[Tensor, Hidden]:
         """All layers over packed data `(rows, features, *space)`; states are `(layers * directions, N, ...)`."""
         f, finals = ACTIVATIONS[self.nonlinearity], []
         directions = 1 + self.bidirectional
@@ -83,7 +86,7 @@ class SequenceLayer(RecurrentBase):
         for norm in self.modules():
             if isinstance(norm, Norm):
                 try:
-                    norm.enter(torch.empty(shape, device="meta"), None)
+                    norm._to_channels_first(torch.empty(shape, device="meta"), None)
                 except ValueError as refused:
                     if shape[0] == max(sizes):
                         raise
@@ -92,7 +95,7 @@ class SequenceLayer(RecurrentBase):
                         "so that the longest have company"
                     ) from None
 
-    def _padded(self, x: Tensor, hx: Any, lengths: Any) -> tuple[Tensor, State]:
+    def _padded(self, x: Tensor, hx: Any, lengths: Any) -> tuple[Tensor, Hidden]:
         """A sequence `(T, N, ...)`: packed if there are lengths, run, and padded again with zeros."""
         steps, batch = x.shape[:2]
         if steps == 0 or batch == 0:
@@ -108,7 +111,7 @@ class SequenceLayer(RecurrentBase):
         packed, final = self._packed(PackedSequence(packed.data, packed.batch_sizes, order), start)
         return pad_packed_sequence(packed, total_length=steps)[0], final
 
-    def _packed(self, packed: PackedSequence, start: State) -> tuple[PackedSequence, State]:
+    def _packed(self, packed: PackedSequence, start: Hidden) -> tuple[PackedSequence, Hidden]:
         data, sizes, order, back = packed
         if order is not None:
             start = tuple(s.index_select(1, order) for s in start)
@@ -173,22 +176,36 @@ class _Linear(SequenceLayer):
 
 @hinted
 class RNN(_Linear):
-    """A normalized recurrent network: h_t = f(N(W_x x_t) + N(W_h h_{t-1})), called like `torch.nn.RNN`.
+    """A normalized recurrent network, called like `torch.nn.RNN`: a norm on each product.
 
-    `norm` makes a norm module for each product, `norm(hidden_size, device=..., dtype=...)`: `StreamingNorm` (one set of
-    statistics for all timesteps, so sequences may be longer than those trained on), `SampleNorm`,
-    `functools.partial(TimeSpecificNorm, steps=100)`, or None for torch's own network. The norms bring gain and bias;
-    `bias` counts only without a norm. f is "tanh" or "relu".
+    h_t = f(N(W_x x_t) + N(W_h h_{t-1})). Training and evaluation are those of the norms; `StreamingNorm` has one set of
+    statistics for all timesteps, so sequences may be longer than those trained on.
 
-    `rnn(input, hx=None, lengths=None) -> output, h_n`: input `(T, N, input_size)`, `(N, T, input_size)` with
-    `batch_first`, one sequence `(T, input_size)`, or a PackedSequence. `lengths` `(N,)` are the real steps of each
-    padded sample: what is behind them enters no statistic and no gradient, and comes out as 0. An input of whole
-    numbers, without the features, stands for one-hot vectors.
+    Args:
+        input_size: the number of features of the input.
+        hidden_size: the number of features of the hidden state.
+        num_layers: how many layers are stacked.
+        norm: makes a norm for each product, `norm(hidden_size, device=..., dtype=...)`: `StreamingNorm`, `SampleNorm`,
+            `functools.partial(TimeSpecificNorm, steps=100)`, or None for torch's own network.
+        nonlinearity: f, "tanh" or "relu".
+        bias: of the products, without a norm; norms bring their own.
+        batch_first: whether input and output are `(N, T, features)`.
+        dropout: probability with which outputs are dropped between layers, in training.
+        bidirectional: whether a second network goes through the sequence from its end.
+        device, dtype: of the parameters.
 
-    >>> rnn = RNN(3, 5, num_layers=2, batch_first=True)
-    >>> output, h_n = rnn(torch.randn(4, 7, 3), lengths=[7, 5, 5, 2])
-    >>> output.shape, h_n.shape
-    (torch.Size([4, 7, 5]), torch.Size([2, 4, 5]))
+    Shape:
+        - input: `(T, N, input_size)`, `(N, T, input_size)` with `batch_first`, one sequence `(T, input_size)`, or a
+          PackedSequence. Whole numbers, without the features, stand for one-hot vectors.
+        - hx: `(num_layers * directions, N, hidden_size)`; zeros if None.
+        - lengths: `(N,)`, the real steps of each padded sample: what is behind them enters no statistic or gradient.
+        - output: as the input, with `hidden_size * directions` features, 0 behind the lengths; h_n: as hx.
+
+    Example:
+        >>> rnn = RNN(3, 5, num_layers=2, batch_first=True)
+        >>> output, h_n = rnn(torch.randn(4, 7, 3), lengths=[7, 5, 5, 2])
+        >>> output.shape, h_n.shape
+        (torch.Size([4, 7, 5]), torch.Size([2, 4, 5]))
     """
 
     kind = RNN_KIND
@@ -225,17 +242,23 @@ class RNN(_Linear):
 
 @hinted
 class GRU(EitherGRU, _Linear):
-    """The paper's normalized GRU, called like `torch.nn.GRU` but by default not the same function:
+    """The paper's normalized GRU, called like `torch.nn.GRU` but by default not the same function.
 
-    r, z = sigmoid(N(W_x x_t) + N(W_h h)); new = f(N(W_x x_t) + N(W_h (h * r))); h_t = z * new + (1 - z) * h.
+    r, z = sigmoid(N(W_x x_t) + N(W_h h)); new = f(N(W_x x_t) + N(W_h (h * r))); h_t = z * new + (1 - z) * h. It resets
+    the hidden state before its matrix product. Training and evaluation are those of the norms.
 
-    It resets the hidden state before its matrix product. With `reset_after` it resets the product, as torch does, and
-    its z is torch's: new = f(N(W_x x_t) + r * N(W_h h)); h_t = (1 - z) * new + z * h, which is `torch.nn.GRU` if
-    `norm=None`. Weights of one form are not loaded into the other. Everything else as in `RNN`.
+    Args:
+        reset_after: reset the product, as torch does: new = f(N(W_x x_t) + r * N(W_h h)); h_t = (1 - z) * new + z * h,
+            which is `torch.nn.GRU` if `norm=None`. Weights of one form are not loaded into the other.
+        input_size, hidden_size, num_layers, norm, nonlinearity, bias, batch_first, dropout, bidirectional, device,
+            dtype: as in `RNN`.
 
-    >>> output, h_n = GRU(3, 5)(torch.randn(7, 4, 3))
-    >>> output.shape
-    torch.Size([7, 4, 5])
+    Shape: as in `RNN`.
+
+    Example:
+        >>> output, h_n = GRU(3, 5)(torch.randn(7, 4, 3))
+        >>> output.shape
+        torch.Size([7, 4, 5])
     """
 
     def __init__(
@@ -274,12 +297,18 @@ class GRU(EitherGRU, _Linear):
 class LSTM(_Linear):
     """A normalized LSTM, called like `torch.nn.LSTM`; not in the paper, by the same rule.
 
-    i, f, g, o = N(W_x x_t) + N(W_h h); c_t = sigmoid(f) * c + sigmoid(i) * tanh(g); h_t = sigmoid(o) * tanh(c_t), with
-    a norm on c_t inside the last tanh if `cell_norm`. The state is `(h, c)`. Everything else as in `RNN`.
+    i, f, g, o = N(W_x x_t) + N(W_h h); c_t = sigmoid(f) * c + sigmoid(i) * tanh(g); h_t = sigmoid(o) * tanh(c_t).
 
-    >>> output, (h_n, c_n) = LSTM(3, 5)(torch.randn(7, 4, 3))
-    >>> c_n.shape
-    torch.Size([1, 4, 5])
+    Args:
+        cell_norm: whether there is a norm on c_t inside the last tanh.
+        input_size, hidden_size, num_layers, norm, bias, batch_first, dropout, bidirectional, device, dtype: see `RNN`.
+
+    Shape: as in `RNN`; hx and the final state are pairs `(h, c)`.
+
+    Example:
+        >>> output, (h_n, c_n) = LSTM(3, 5)(torch.randn(7, 4, 3))
+        >>> c_n.shape
+        torch.Size([1, 4, 5])
     """
 
     kind = LSTM_KIND

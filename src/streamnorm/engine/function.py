@@ -1,0 +1,172 @@
+"""The one autograd.Function of the layers, whatever computes them, and that of whole recurrent sequences."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import backends
+from ..backends import H1, H2, Plan
+from ..core.config import Statistic
+from ..core.statistics import Center, Moments, differentiable_measure, masked, normalize
+from . import compat
+from .context import materialized, refuse_second_derivative, transformed
+from .replay import Entry, own_h2
+
+# H2 as it is when backward comes; the compiler gets its tensors beforehand.
+Receiver = Callable[[], H2] | H2 | None
+
+
+class Normalize(torch.autograd.Function):
+    """N(x, s_hat), gain and bias, differentiable once: forward streams into H1, backward into H2."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Any,
+        bias: Any,
+        mask: Any,
+        plan: Plan,
+        h1: Any,
+        h2: Receiver,
+        entry: Entry | None = None,
+        statistics: bool = False,
+    ) -> Any:
+        if entry is not None and entry.again:
+            y, saved, kept = plan.backend.repeat(plan, x, weight, bias, mask, entry.kept[1])
+        else:
+            y, saved, kept = plan.backend.forward(plan, x, weight, bias, mask, h1)
+        if entry is not None:
+            entry.kept = plan.backend, kept
+        ctx.plan, ctx.h2, ctx.kept, ctx.entry = plan, h2, kept, entry
+        ctx.save_for_backward(x, weight, mask, *saved)
+        if not statistics:
+            return y
+        found = plan.backend.statistics(plan, saved)
+        ctx.mark_non_differentiable(*found)
+        return y, *found
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            refuse_second_derivative()
+        plan, (x, weight, mask, *saved) = ctx.plan, ctx.saved_tensors
+        if not (plan.call is None or plan.call.compiled) and compat.is_zero_tensor(dy):
+            dy = dy.clone()  # zeros without memory cannot be written to; what a graph of the compiler gets has memory
+        h2: Any = ctx.h2 if ctx.h2 is None or isinstance(ctx.h2, H2) else ctx.h2()
+        if ctx.entry is not None:
+            h2 = own_h2(ctx.entry, h2)
+        needs = ctx.needs_input_grad[:3]
+        dx, dgain, dbias = plan.backend.backward(plan, dy, x, weight, mask, saved, ctx.kept, h2, needs)
+        return dx, dgain, dbias, None, None, None, None, None, None
+
+
+# A training call of a streaming layer in eager mode, of which all has been looked at. Arguments as above.
+stream = compat.apply_of(Normalize)
+
+
+def normalize_mini_batch(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mask: Tensor | None,
+    config: Statistic,
+    center: Tensor | None,
+    stored: torch.dtype,
+    statistics: bool,
+) -> tuple[Tensor, Moments | None]:
+    """N(x, S(x)), differentiated exactly, and S(x) if it is asked for: sample and batch normalization.
+
+    `center`: c of the p-th moment where it is not of this mini-batch. `stored`: the type of the statistics.
+    """
+    compiled = torch.compiler.is_compiling()
+    call = backends.signature_of(config, x, weight, bias, mask, stored, compiled)
+    plan = Plan(call, backends.LAW) if compiled else backends.choose(call, x, weight, bias)
+    found = Normalize.apply(x, weight, bias, mask, plan, center, None, None, statistics)  # type: ignore[no-untyped-call]
+    if not statistics:
+        return found, None
+    y, mean, sigma, *present = found
+    return y, Moments(mean, sigma, mean, mean, present[0] if present else None)
+
+
+def normalize_ordinary(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, mask: Tensor | None, config: Statistic, center: Center
+) -> Tensor:
+    """N(x, S(x)) in ordinary torch operations, for transforms: differentiable at will, but slower."""
+    wide = masked(x.to(torch.promote_types(x.dtype, torch.float32)), mask)
+    own = differentiable_measure(wide, config, mask, center)
+    return evaluate(wide, own.mean, own.sigma, weight, bias, mask).to(x.dtype)
+
+
+def evaluate(
+    x: Tensor, mean: Tensor, sigma: Tensor, weight: Tensor | None, bias: Tensor | None, mask: Tensor | None
+) -> Tensor:
+    """N(x, s) with statistics that are constants: ordinary torch operations, differentiable at will."""
+    in_place = not (torch.is_grad_enabled() or transformed())
+    wide = x.to(torch.promote_types(x.dtype, mean.dtype))
+    return normalize(wide, mean, sigma, weight, bias, mask, in_place).to(x.dtype)
+
+
+class RunSequence(torch.autograd.Function):
+    """A recurrent layer over a whole sequence: `call` of `backends.Sequence`, gains and biases norm by norm."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        products: Tensor,
+        start: Tensor,
+        weight: Tensor,
+        call: backends.Sequence,
+        backend: Any,
+        states: Sequence[Any],
+        receivers: Sequence[Callable[[], H2]],
+        *affine: Any,
+    ) -> Any:
+        output, final, saved = backend.forward(call, products, start, weight, affine, states)
+        ctx.call, ctx.backend, ctx.states, ctx.receivers = call, backend, states, receivers
+        ctx.laid_out = [(tensor.shape, tensor.stride()) for tensor in saved]
+        ctx.save_for_backward(*saved, *affine)
+        return output, final
+
+    @staticmethod
+    def backward(ctx: Any, doutput: Tensor, dfinal: Tensor) -> tuple[Any, ...]:
+        refuse_second_derivative("recurrent layers of streamnorm", ", or use a cell in a loop")
+        kept, n = ctx.saved_tensors, len(ctx.laid_out)  # once: activation checkpointing hands each tensor out once
+        saved = [backends.memory.as_laid_out(t, *like) for t, like in zip(kept[:n], ctx.laid_out, strict=True)]
+        h2 = [receive() for receive in ctx.receivers]
+        dproducts, dstart, dweight, vectors = ctx.backend.backward(
+            ctx.call,
+            materialized(doutput),
+            materialized(dfinal),
+            saved,
+            kept[n:],
+            ctx.states,
+            h2,
+            ctx.needs_input_grad[2],
+        )
+        needed = ctx.needs_input_grad[7:]
+        daffine = (vector if wanted else None for vector, wanted in zip(vectors, needed, strict=True))
+        return dproducts, dstart, dweight, None, None, None, None, *daffine
+
+
+def run_sequence(
+    products: Tensor,
+    start: Tensor,
+    weight: Tensor,
+    affine: Sequence[Any],
+    call: backends.Sequence,
+    backend: Any,
+    states: Sequence[Any],
+    receivers: Sequence[Callable[[], H2]],
+) -> tuple[Tensor, Tensor]:
+    """Outputs of a recurrent layer in one direction, and the hidden state of each sample at its end.
+
+    `states`: those of the norms, as the backend has looked at them.
+    """
+    output, final = RunSequence.apply(products, start, weight, call, backend, states, receivers, *affine)  # type: ignore[no-untyped-call]
+    return output, final
+
+
+__all__ = ["H1", "H2", "Normalize", "evaluate", "normalize_mini_batch", "normalize_ordinary", "run_sequence", "stream"]

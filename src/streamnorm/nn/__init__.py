@@ -1,0 +1,26 @@
+"""The layers: what they are told, what they keep, how that is saved, and the checks at their door.
+
+How a call is computed does not live here (`backends`), nor how autograd and the compiler see it (`engine`).
+"""
+
+from .affine import Affine
+from .batch import GeneralBatchNorm, TimeSpecificNorm
+from .recurrent import GRU, LSTM, RNN, ConvGRU, ConvRNN, GRUCell, LSTMCell, RNNCell
+from .sample import SampleNorm
+from .streaming import StreamingNorm
+
+__all__ = [
+    "GRU",
+    "LSTM",
+    "RNN",
+    "Affine",
+    "ConvGRU",
+    "ConvRNN",
+    "GRUCell",
+    "GeneralBatchNorm",
+    "LSTMCell",
+    "RNNCell",
+    "SampleNorm",
+    "StreamingNorm",
+    "TimeSpecificNorm",
+]

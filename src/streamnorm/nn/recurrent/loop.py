@@ -1,0 +1,171 @@
+"""A recurrent layer over a packed sequence: a loop over timesteps, or one call of a backend that has them all.
+
+A sequence is kept packed, as `PackedSequence` does: the samples sorted by falling length, the rows of each timestep one
+after the other, so that a sample that has ended is simply not there. Padding is dropped, never masked.
+"""
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from ... import backends
+from ...engine.compat import has_hooks
+from ...engine.context import refuse_second_derivative, transformed
+from ...engine.function import run_sequence
+from ..streaming import StreamingNorm
+from .step import GRU_KIND, RNN_KIND, Activation, Gates, Hidden, Linear, Product, grouped
+
+
+class _LateWeight(torch.autograd.Function):
+    """A zero for every product of a weight in a loop; its gradient is the gradient of all products at once.
+
+    The loop computes zero_t + h_t W with W detached, so the steps carry gradient to h_t alone, and the gradient of W is
+    one product after the loop instead of one per timestep. `_Finish` hands over the h_t in `used` during backward.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, used: list[Tensor], product: Product, shape: tuple[int, ...]) -> Tensor:
+        ctx.used, ctx.product, ctx.weight_shape = used, product, weight.shape
+        return weight.new_zeros(()).expand(shape)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        h = torch.cat(ctx.used).to(dy.dtype)
+        ctx.used.clear()
+        return ctx.product.weight_gradient(h, dy, ctx.weight_shape), None, None, None
+
+
+class _Finish(torch.autograd.Function):
+    """The end of a loop with late weights: joins the outputs, and keeps the h_t for the gradients of the weights.
+
+    Its backward runs before that of any step. The h_t are saved by autograd, so they are freed with the graph and a
+    change in place is noticed.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, used: list[list[Tensor]], lengths: list[int], *parts: Tensor) -> tuple[Tensor, ...]:
+        """`lengths`: how many of the `parts` are joined to each result."""
+        ctx.used, ctx.groups, ctx.lengths = used, [len(each) for each in used], lengths
+        ctx.rows = [len(part) for part in parts]
+        ctx.save_for_backward(*(h for each in used for h in each))
+        for each in used:
+            each.clear()
+        return tuple(torch.cat(list(group)) for group in grouped(parts, lengths))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        refuse_second_derivative("recurrent layers of streamnorm", ", or use a cell in a loop")
+        for each, saved in zip(ctx.used, grouped(ctx.saved_tensors, ctx.groups), strict=True):
+            each[:] = saved
+        rows = grouped(ctx.rows, ctx.lengths)
+        return None, None, *(part for g, n in zip(gradients, rows, strict=True) for part in torch.split(g, list(n)))
+
+
+def run_packed(
+    gates: Gates, products: Tensor, sizes: Sequence[int], start: Hidden, f: Activation, reverse: bool, late: bool
+) -> tuple[Tensor, Hidden]:
+    """One layer in one direction over a packed sequence; `products` are those of the input, all timesteps at once.
+
+    `sizes[t]`: samples that reach timestep t, never rising. `late`: the gradient of the recurrent weight is taken after
+    the loop, which rules out second derivatives. Returns the packed outputs, and the state of each sample after its own
+    last step.
+    """
+    compiling = torch.compiler.is_compiling()  # the compiler unrolls the loop; each norm is an operator to it
+    whole = None if compiling else _in_one_call(gates, products, sizes, start, f, reverse)
+    if whole is not None:
+        return whole
+    steps = range(len(sizes))
+    inputs = torch.split(products, list(sizes))
+    late = late and not compiling and not transformed() and torch.is_grad_enabled() and gates.weights[0].requires_grad
+    used: list[list[Any]] = [[None] * len(sizes) for _ in gates.weights]
+    zeros = [_late_zeros(gates, group, used[group], products, sizes) if late else () for group in range(len(used))]
+    outputs: list[Any] = [None] * len(sizes)
+    ended: list[Hidden] = []
+    state = tuple(s[:0] for s in start) if reverse else start
+    for t in reversed(steps) if reverse else steps:
+        here = state[0].shape[0]
+        if sizes[t] < here:
+            ended.append(tuple(s[sizes[t] :] for s in state))
+            state = tuple(s[: sizes[t]] for s in state)
+        elif sizes[t] > here:  # going backward in time, samples begin at their own last step
+            state = tuple(torch.cat([s, s0[here : sizes[t]]]) for s, s0 in zip(state, start, strict=True))
+
+        def recur(group: int, h: Tensor, t: int = t) -> list[Tensor]:
+            weight = gates.weights[group]
+            if late:
+                used[group][t] = h.detach()
+                product = gates.product.add(zeros[group][t], h, weight.detach())
+            else:
+                product = gates.product(h, weight, gates.biases[group])
+            return gates.of_hidden(group, product, None, t)
+
+        state = gates.kind.advance(gates.of_input(inputs[t], None, t), state, recur, f, gates.cell(None, t))
+        outputs[t] = state[0]
+    ended.append(state)
+    parts = [outputs, *(list(part) for part in zip(*reversed(ended), strict=True))]
+    if late:
+        joined = _Finish.apply(used, [len(part) for part in parts], *(each for part in parts for each in part))  # type: ignore[no-untyped-call]
+    else:
+        joined = tuple(torch.cat(part) for part in parts)
+    output, *final = joined
+    return output, tuple(final)
+
+
+def _in_one_call(
+    gates: Gates, products: Tensor, sizes: Sequence[int], start: Hidden, f: Activation, reverse: bool
+) -> tuple[Tensor, Hidden] | None:
+    """The whole sequence by a backend that computes the same as the loop, hooks and all; None if there is none."""
+    norms = _alike(gates, products, sizes, start)
+    if norms is None:
+        return None
+    training = norms[0]._collects
+    if torch.is_grad_enabled():
+        # Evaluation can be differentiated twice by the loop. And where nothing that leads to a norm needs a gradient,
+        # nor gain and bias, none is streamed.
+        reached = products.requires_grad and gates.weight.requires_grad
+        if not training or not (reached or all(norm.affine and norm.weight.requires_grad for norm in norms)):
+            return None
+    call = backends.Sequence(gates.kind.gates, f is torch.relu, reverse, training, tuple(sizes), norms[0].config)
+    affine = [norm.weight for norm in norms] + [norm.bias for norm in norms]
+    tensors = products, start[0], gates.weight
+    for backend in backends.active().backends:
+        runner = backend.sequences
+        if runner is None or runner.declines(call, tensors, affine) is not None:
+            continue
+        if all(norm._look(runner) is not None for norm in norms):
+            opened = [norm._begin_sequence(runner) for norm in norms]
+            streamed = [state for state, _ in opened], [receive for _, receive in opened]
+            output, final = run_sequence(*tensors, affine, call, runner, *streamed)
+            return output, (final,)
+    return None
+
+
+def _alike(gates: Gates, products: Tensor, sizes: Sequence[int], start: Hidden) -> list[Any] | None:
+    """The norms, if all of them stream in the same way and nothing else hangs on their calls."""
+    kind, size = gates.kind, gates.size
+    if kind not in (RNN_KIND, GRU_KIND) or gates.product != Linear() or gates.norms is None or transformed():
+        return None
+    # Backends know these sizes, and take the tensors at their word.
+    wide, shapes = kind.gates * size, (products.shape, gates.weight.shape, start[0].shape)
+    if shapes != ((sum(sizes), wide), (wide, size), (max(sizes), size)) or any(b is not None for b in gates.biases):
+        return None
+    norms: list[Any] = [*gates.norms.x, *gates.norms.h]
+    if len(set(norms)) < 2 * kind.gates:  # one norm for several products is called in another order
+        return None
+    if not all(type(norm) is StreamingNorm and not has_hooks(norm) and norm._scaler is None for norm in norms):
+        return None
+    first = norms[0]
+    same = all((norm.config, norm._collects) == (first.config, first._collects) for norm in norms)
+    return norms if same and all(norm.num_features == size for norm in norms) else None
+
+
+def _late_zeros(gates: Gates, group: int, used: list[Any], like: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
+    """What is added to the products of a group at each timestep: the bias, if any, and the way to the gradient."""
+    weight, bias = gates.weights[group], gates.biases[group]
+    shape = (like.shape[0], weight.shape[0], *like.shape[2:])
+    zeros = cast(Tensor, _LateWeight.apply(weight, used, gates.product, shape))  # type: ignore[no-untyped-call]
+    if bias is not None:
+        zeros = zeros + bias.reshape(-1, *(1 for _ in shape[2:]))
+    return torch.split(zeros, list(sizes))
