@@ -231,18 +231,20 @@ def characters():
 
 def kernels_alone(shape):
     """The kernels by themselves, between tensors that are there already."""
-    from streamnorm import fused as functions
-    from streamnorm import kernels
+    from streamnorm.backends.cpu import binding
 
     (x, dy), layer = tensors(shape), StreamingNorm(shape[1], warmup=1)
     layer(x)
-    x, y, dx, plan = x.detach(), torch.empty(shape), torch.empty(shape), layer._planned()
-    sums, kept, layout = torch.empty(2, shape[1]), torch.empty(plan.kept_size), functions.layout_of(x)
-    fixed = plan.settings, plan.record, layout, x, layer.weight
+    prepared = layer.__dict__["_known"].plan.prepared
+    x, y, dx = x.detach(), torch.empty(shape), torch.empty(shape)
+    dgain, dbias, kept = *torch.empty(2, shape[1]), torch.empty(prepared.kept_size)
+    gain, bias = layer.weight, layer.bias
 
     def call():
-        kernels.layer_forward(*fixed, layer.bias, kept, y)
-        kernels.layer_backward(*fixed, kept, dy, 1.0, (dx, *sums))
+        fixed = *prepared.layout, torch.get_num_threads(), *(t.data_ptr() for t in (x, gain, bias, kept))
+        binding.layer_forward(prepared.settings, prepared.h1_record, *fixed, y.data_ptr())
+        out = (t.data_ptr() for t in (dx, dgain, dbias))
+        binding.layer_backward(prepared.settings, prepared.looked.h2_record, *fixed, dy.data_ptr(), 1.0, *out)
 
     return {OURS: lambda: Run(call), COPY: lambda: copy_triad(x, dy)}
 

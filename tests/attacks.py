@@ -10,6 +10,7 @@ import pickle
 import signal
 import sys
 import traceback
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from multiprocessing.reduction import ForkingPickler
@@ -20,8 +21,9 @@ import torch.multiprocessing  # registers how tensors are pickled for other proc
 from torch import nn
 from torch.nn.utils import parametrize
 
-from streamnorm import GRU, StreamingNorm
-from streamnorm.stream import NAMES, from_dict, to_dict
+from streamnorm import GRU, GeneralBatchNorm, SampleNorm, StreamingNorm
+from streamnorm.core.state import FIELDS as NAMES
+from streamnorm.core.state import from_dict, to_dict
 
 torch.set_num_threads(1)
 SHAPES = {"rows": (3, 4), "planes": (2, 4, 3, 3)}
@@ -174,6 +176,46 @@ def freed(which):
         layer(x)
 
 
+def shrunk_steadily(steps):
+    """The law: also of an input with gaps, which a layer has seen before, every element is in memory."""
+    layer = StreamingNorm(4, warmup=8)
+    wide = torch.randn(2000, 2048)
+    x = wide[:, :4]
+    for _ in range(steps):
+        layer(x)
+    wide.untyped_storage().resize_(32000)
+    with pytest.raises(ValueError, match="has 32000 bytes of memory"):
+        layer(x)
+
+
+def freed_before_backward(make, which, left):
+    """The law: what backward needs and is not there any more is refused with a sentence, before anything is pushed."""
+    layer = make()
+    x, dy = torch.randn(2000, 4, 5, requires_grad=True), torch.randn(2000, 4, 5)
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.detach().clone(), emptied)
+    with hooks if which == "hook" else nullcontext():
+        y = layer(x)
+    before = copy.deepcopy(layer.state_dict())
+    if which != "hook":
+        {"x": x, "dy": dy}[which].untyped_storage().resize_(left)
+    with pytest.raises(RuntimeError, match="resized or freed"):
+        y.backward(dy)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in layer.state_dict().items())
+
+
+def emptied(tensor):
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+FREED_LATE = {
+    "rows": lambda: StreamingNorm(4, warmup=8),
+    "p = 3": lambda: StreamingNorm(4, p=3, warmup=8),
+    "batch norm": lambda: GeneralBatchNorm(4),
+    "instance norm": lambda: SampleNorm(4, ref="SP2"),
+}
+
+
 def odd_gradient(make, shape):
     """The law: how a gradient is kept does not matter."""
     layer = trained(shape)
@@ -281,6 +323,13 @@ ATTACKS = {
         sorted(NAMES),
     ),
     **{f"freed {which}": partial(freed, which) for which in ("x", "weight", "bias", "mean")},
+    **{f"shrunk under a layer that saw it {steps} times": partial(shrunk_steadily, steps) for steps in (0, 1, 3)},
+    **{
+        f"freed before backward: {which}, {left} bytes left, {name}": partial(freed_before_backward, make, which, left)
+        for name, make in FREED_LATE.items()
+        for which in ("x", "dy", "hook")
+        for left in ((0, 4) if which != "hook" else (0,))
+    },
     **{
         f"gradient: {name}, {shape}": partial(odd_gradient, make, shape)
         for name, make in ODD.items()

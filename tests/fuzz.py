@@ -8,7 +8,7 @@ other modes, updates, moves and copies, calls that are refused. Laws: nothing cr
 are not changed, outputs have the type, shape and layout of the input, a refused call leaves the state as it was, bit by
 bit. A part of the cases, those without values near the ends of float32, is run again on the plain path in float64.
 
-How far the two may be apart: 1e-5 of the largest value or term, as in test_kernels.py; or, if that fails, 32 times as
+How far the two may be apart: 1e-5 of the largest value or term, as in conformance.py; or, if that fails, 32 times as
 far as the plain path moves by itself when its inputs are changed in their last digit, or 8 times as far as it is from
 itself in float32. So no case has to be well-conditioned. Near the ends of float32 nothing is compared.
 """
@@ -33,7 +33,8 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
 from streamnorm import GRU, RNN, StreamingNorm, kernels, paused
-from streamnorm.stream import to_dict
+from streamnorm.backends.cpu import binding
+from streamnorm.core.state import to_dict
 
 # What breaks a law and waits to be mended: left out, unless --all is given. Take a name away when the law holds.
 AWAITED: set[str] = set()
@@ -136,7 +137,7 @@ class Case:
             self.kinds = ["normal"]
         self.large = rng.random() < 0.004  # enough for threads
         self.threads = 2 if self.large else 1
-        self.variant = rng.choice(kernels.VARIANTS)
+        self.variant = rng.choice(binding.VARIANTS)
         self.net = self.make()
         for parameter in self.net.parameters():
             if parameter.ndim == 1:
@@ -444,7 +445,7 @@ class LayerCase(Case):
     def refusals(self):
         net, rng, shape = self.net, self.rng, self.shape
         as_given = (lambda x: x.movedim(1, -1)) if self.last else (lambda x: x)
-        good = as_given(torch.randn(shape).to(self.net.stored.dtype))
+        good = as_given(torch.randn(shape).to(self.net._stored.dtype))
         wrong = as_given(torch.randn(shape[0], self.channels + rng.choice([1, 3]), *shape[2:]))
         outside = self.shape[0] + 1
         bad_shape = (outside, *shape[2:], 2) if shape[0] > 1 else (2, outside, *shape[2:], 3)
@@ -590,14 +591,14 @@ def run(number, exact=False, noise=0.0, everything=False):
     torch.set_num_threads(case.threads)
     fused = kernels.available()
     if fused:
-        kernels._native.use(case.variant)  # without such instructions, what was in use stays so
+        binding._native.use(case.variant)  # without such instructions, what was in use stays so
     try:
         with kernels.disabled() if exact else nullcontext():
             return case.run()
     finally:
         torch.set_num_threads(1)
         if fused:
-            kernels._native.use(kernels.variant)
+            binding._native.use(binding.variant)
 
 
 def differences(found, expected, rest):
@@ -712,7 +713,7 @@ def main():
         except Broken as broken:
             print(broken)
             return 1
-    where = os.path.relpath(kernels._native.__file__) if kernels.available() else "none"
+    where = os.path.relpath(binding._native.__file__) if kernels.available() else "none"
     passed = time.monotonic() - start
     print(f"{done:,} calls in {cases:,} cases, {passed:.0f} s, {done / passed:.0f} calls/s; kernels: {where}")
     return 0

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 import streamnorm
 from streamnorm import GeneralBatchNorm, SampleNorm, StreamingNorm, TimeSpecificNorm, kernels
-from streamnorm.checkpointing import _top_hooks
+from streamnorm.engine.compat import top_hooks as _top_hooks
 
 again = partial(checkpoint, use_reentrant=False)
 reentrant = partial(checkpoint, use_reentrant=True)
@@ -288,7 +288,7 @@ def test_a_call_in_training_is_repeated_as_such_whatever_happened_in_between():
 
 
 def test_the_states_are_kept_as_long_as_the_graph():
-    from streamnorm.checkpointing import _segments
+    from streamnorm.engine.replay import _segments
 
     norm, x = StreamingNorm(3), torch.randn(5, 3, requires_grad=True)
     before = len(_segments)

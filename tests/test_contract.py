@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import streamnorm
 from streamnorm import GeneralBatchNorm, NormRef, SampleNorm, StreamingNorm, TimeSpecificNorm
-from streamnorm.normref import CODES
+from streamnorm.core.reference import CODES
 
 LAYERS = {
     "StreamingNorm": lambda **kw: StreamingNorm(4, **kw),

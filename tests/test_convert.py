@@ -10,7 +10,7 @@ from torch.nn.utils import parametrizations, prune
 
 import streamnorm
 from streamnorm import GeneralBatchNorm, SampleNorm, StreamingNorm, TimeSpecificNorm, convert
-from streamnorm.normref import CODES
+from streamnorm.core.reference import CODES
 
 quiet = functools.partial(convert, report=None)
 

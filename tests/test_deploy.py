@@ -12,9 +12,9 @@ from torch.nn.utils import parametrizations
 
 import streamnorm
 from streamnorm import GeneralBatchNorm, NormRef, SampleNorm, StreamingNorm, TimeSpecificNorm
-from streamnorm.base import Norm
-from streamnorm.deploy import FixedAffine
-from streamnorm.normref import CODES
+from streamnorm.convert.deploy import FixedAffine
+from streamnorm.core.reference import CODES
+from streamnorm.nn.base import Norm
 
 to_batchnorm = functools.partial(streamnorm.to_batchnorm, report=None)
 fuse = functools.partial(streamnorm.fuse, report=None)

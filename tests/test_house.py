@@ -1,40 +1,42 @@
-"""The house: imports point one way, the core needs torch alone, and the public names are those of the docs."""
+"""The house: a few arrows between folders, one list of settings and of state fields, and the public names."""
 
 import ast
+import re
 import subprocess
 import sys
+from dataclasses import fields
+from graphlib import TopologicalSorter
+from inspect import Parameter, signature
 from pathlib import Path
 
 import pytest
 
 import streamnorm
+from streamnorm import backends
+from streamnorm.core.config import SETTINGS, STATISTIC, Config
+from streamnorm.core.reference import resolve
+from streamnorm.core.state import FIELDS, PARTS
 
 SOURCE = Path(streamnorm.__file__).parent
+FILES = sorted(SOURCE.rglob("*.py"))
+FOLDERS = sorted(path.parent for path in FILES if path.name == "__init__.py" and path.parent != SOURCE)
+
+# What a folder, or a file beside the folders, may import of ours; `__init__` collects public names from everywhere.
+LAYERS = {"core", "backends", "engine", "nn"}
+ARROWS = {
+    "core": set(),
+    "backends": {"core"},
+    "engine": {"core", "backends"},
+    "nn": {"core", "backends", "engine"},
+    "functional": LAYERS,
+    "convert": LAYERS,
+    "training": LAYERS,
+    "lab": {*LAYERS, "functional", "convert", "training", ""},  # "": public names, of the package itself
+    "__main__": {"lab"},
+}
 # From the ground up: a file imports only from lines above its own.
-FLOORS = [
-    {"_version", "normref", "drawing", "transforms", "encoders", "loading", "hints", "packing", "starting"},
-    {"moments", "stream"},
-    {"kernels", "rules"},
-    {"fused", "distributed", "checkpointing"},
-    {"listener"},
-    {"native"},
-    {"dispatch", "updates"},
-    {"base", "compiled"},
-    {"stateful"},
-    {"layers", "streaming", "optim", "joining"},
-    {"recurrence", "monitoring"},
-    {"recurrentbase"},
-    {"cells", "recurrent"},
-    {"convolutional", "swap"},
-    {"convert", "deploy", "averaging"},
-    {"folding"},
-    {"__init__"},
-    {"lab"},
-    {"cli"},
-    {"__main__"},
-]
 LAB = [
-    {"__init__", "errors", "runs", "shapes"},
+    {"__init__", "errors", "runs", "shapes", "starting"},
     {"store", "figures", "scales", "models", "health", "grid"},
     {"data", "results"},
     {"tasks", "measures", "online"},
@@ -43,40 +45,146 @@ LAB = [
     {"experiment"},
     {"bench"},
     {"commands"},
+    {"cli"},
 ]
 DATA = [{"download", "batches"}, {"tar", "index"}, {"cifar"}, {"__init__"}]
 VIEW = [{"__init__", "lines", "looks", "page", "cells"}, {"matrix"}, {"plot"}, {"report", "panels"}]
+FLOORS = {"lab": LAB, "lab.data": DATA, "lab.view": VIEW}
 LATE = {"drawing.py", "monitoring.py"}  # may import what torch does not need, inside functions and for types
-HOUSES = {SOURCE: FLOORS, SOURCE / "lab": LAB, SOURCE / "lab/data": DATA, SOURCE / "lab/view": VIEW}
 
 
-def imports(path, level=1):
-    """What a file imports from its own folder; level 2: from the folder that this is in."""
+def named(path):
+    """The dotted name of a file or folder within the package: "nn.recurrent.step", "core"."""
+    return ".".join(path.relative_to(SOURCE).with_suffix("").parts).removesuffix("__init__").rstrip(".")
+
+
+MODULES = {named(path): path for path in FILES}
+
+
+def part(name):
+    """The folder, or the file at the top of the package."""
+    return name.split(".")[0]
+
+
+def imports(path):
+    """What a file imports of ours, anywhere in it, by dotted names; "" is the package itself."""
+    package = path.relative_to(SOURCE).parts[:-1]
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.level == level:
-            names = [node.module.split(".")[0]] if node.module else [alias.name for alias in node.names]
-            yield from [name for name in names if name != "_native"]  # the compiled part of `kernels`
-        elif isinstance(node, ast.ImportFrom | ast.Import) and not getattr(node, "level", 0):
-            names = [node.module] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
-            assert not any(name.split(".")[0] == "streamnorm" for name in names), f"{path}: import relatively"
+        if isinstance(node, ast.Import):
+            assert not any(alias.name.split(".")[0] == "streamnorm" for alias in node.names), (
+                f"{path}: import relatively"
+            )
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            assert part(node.module) != "streamnorm", f"{path}: import relatively"
+        elif isinstance(node, ast.ImportFrom):
+            base = [*package[: len(package) - node.level + 1], *(node.module.split(".") if node.module else ())]
+            for alias in node.names:
+                inner = ".".join([*base, alias.name])
+                # `convert` is a public function, and a folder.
+                yield inner if inner in MODULES and inner != "convert" else ".".join(base)
 
 
-@pytest.mark.parametrize("folder", HOUSES, ids=lambda folder: folder.name)
-def test_imports_point_one_way(folder):
-    inner = {path.parent.name: path.parent for path in folder.glob("*/__init__.py")}
-    files = {path.stem: path for path in folder.glob("*.py")}
-    assert set(files | inner) == set().union(*HOUSES[folder]), "a new file needs a floor"
-    below = set()
-    for floor in HOUSES[folder]:
-        for name in floor:
-            used = set(imports(files[name])) if name in files else outside(inner[name])
-            assert used <= below, f"{name} imports from its own floor or above"
-        below |= floor
+def strings(tree):
+    """The strings of a file that are neither docstrings nor the device of a tensor."""
+    nodes = list(ast.walk(tree))
+    lone = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    devices = {id(node.value) for node in nodes if isinstance(node, ast.keyword) and node.arg == "device"}
+    for node in nodes:
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in lone | devices:
+            yield node.value
 
 
-def outside(folder):
-    """What the files of a folder import from the one that it is in, as the house sees it; `lab` stands above it all."""
-    return set() if folder.name == "lab" else {name for path in folder.glob("*.py") for name in imports(path, 2)}
+# The arrows
+
+
+@pytest.mark.parametrize("name", ARROWS)
+def test_arrows_between_folders(name):
+    for module, path in MODULES.items():
+        if part(module) == name:
+            for used in imports(path):
+                assert part(used) in ARROWS[name] | {name}, (
+                    f"{module} imports {used or 'the package'}, which is above it or beside it"
+                )
+
+
+def test_every_folder_has_its_arrows():
+    """A new folder or file at the top needs a line above, and the top has at most ten."""
+    top = {path.stem for path in SOURCE.iterdir() if path.name not in ("__pycache__", "py.typed")}
+    assert top == {*ARROWS, "__init__"}
+    assert len(top) <= 10
+
+
+@pytest.mark.parametrize("folder", sorted({"core", "engine", "nn", "training", "convert"}))
+def test_files_of_a_folder_import_each_other_one_way(folder):
+    """No circles, also not by imports inside of functions."""
+    inside = {module: path for module, path in MODULES.items() if part(module) == folder and module != folder}
+    TopologicalSorter({module: set(imports(path)) & set(inside) for module, path in inside.items()}).prepare()
+
+
+@pytest.mark.parametrize("folder", FLOORS)
+def test_the_lab_keeps_its_order(folder):
+    home = MODULES[folder].parent
+    inside = {path.stem for path in home.glob("*.py")} | {path.parent.name for path in home.glob("*/__init__.py")}
+    assert inside == set().union(*FLOORS[folder]), "a new file needs a floor"
+
+    def floor_of(name):
+        at = name.removeprefix(folder).lstrip(".").split(".")[0] or "__init__"
+        return at, next(index for index, floor in enumerate(FLOORS[folder]) if at in floor)
+
+    for module, path in MODULES.items():
+        if not f"{module}.".startswith(f"{folder}."):
+            continue
+        (name, floor) = floor_of(module)
+        for used in imports(path):
+            if f"{used}.".startswith(f"{folder}."):
+                other, below = floor_of(used)
+                assert other == name or below < floor, f"{module} imports {used}, from its own floor or above"
+
+
+# Backends
+
+
+def test_nothing_outside_names_a_backend():
+    """By an import, an attribute or a string; `_MOVED` alone, for a module that was public."""
+    particular = {name for name in MODULES if re.fullmatch(r"backends\.\w+(\.\w+)*", name)} - {"backends.memory"}
+    files = {name.split(".")[1] for name in particular}
+    names = set(backends.registered())
+    assert names
+    assert {"plain"} <= names <= files
+    for module, path in MODULES.items():
+        if part(module) == "backends":
+            continue
+        tree = ast.parse(path.read_text())
+        used = set(imports(path)) & particular
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "backends":
+                used |= {node.attr} & files
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_MOVED" and module == "":
+                node.value = ast.Constant(None)
+        for text in strings(tree):
+            used |= {text} & names | {word for word in re.findall(r"[\w.]+", text) if word in particular}
+        assert not used, f"{module} names {used}"
+
+
+# Folders and files
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: named(folder))
+def test_every_folder_says_what_lives_there_and_what_does_not(folder):
+    text = ast.get_docstring(ast.parse((folder / "__init__.py").read_text()))
+    assert text
+    first, _, rest = text.partition("\n")
+    assert first.endswith((".", ",")) or rest
+    assert re.search(r"\b(not|nor|no|never|nothing)\b", text, re.IGNORECASE), "what does not live here?"
+
+
+def test_files_are_small():
+    lines = {path.name: len(path.read_text().splitlines()) for path in FILES}
+    assert max(lines.values()) <= 350, lines
+    assert sum(n > 300 for n in lines.values()) <= len(lines) / 4, lines
+
+
+# What is needed
 
 
 def test_the_library_does_not_notice_the_lab():
@@ -84,16 +192,14 @@ def test_the_library_does_not_notice_the_lab():
     code = "import sys, torch, streamnorm; streamnorm.StreamingNorm(2)(torch.randn(3, 2)); print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     loaded = done.stdout.split()
-    assert "streamnorm.streaming" in loaded
-    assert not [
-        name for name in loaded if name.startswith(("streamnorm.lab", "streamnorm.cli", "matplotlib", "sklearn"))
-    ]
+    assert "streamnorm.nn.streaming" in loaded
+    assert not [name for name in loaded if name.startswith(("streamnorm.lab", "matplotlib", "sklearn"))]
 
 
-def test_the_core_needs_torch_alone():
+def test_the_library_needs_torch_alone():
     """The lab and drawings too at the head of their files: what else they need is imported late."""
     standard = set(sys.stdlib_module_names) | {"torch"}
-    for path in SOURCE.rglob("*.py"):
+    for path in FILES:
         tree = ast.parse(path.read_text())
         late = SOURCE / "lab" in path.parents or path.name in LATE
         for node in tree.body if late else ast.walk(tree):
@@ -106,18 +212,101 @@ def test_the_core_needs_torch_alone():
             assert used <= standard, f"{path.name} imports {used - standard}"
 
 
+# Public names
+
+
 def test_public_names():
-    """Type checkers and Python are told the same of where they come from."""
-    found = {
-        node.module: [alias.name for alias in node.names]
-        for node in ast.walk(ast.parse((SOURCE / "__init__.py").read_text()))
-        if isinstance(node, ast.ImportFrom) and node.level
-    }
-    assert found == {"_version": ["__version__"]} | streamnorm._HOMES
-    assert sorted(name for names in found.values() for name in names) == sorted(streamnorm.__all__)
+    """The folders, Python and type checkers are told the same of what they are and where they come from."""
+    homes = {home: set(sys.modules[f"streamnorm.{home}"].__all__) for home in streamnorm._HOMES}
+    told = {}
+    for node in ast.walk(ast.parse((SOURCE / "__init__.py").read_text())):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            told.setdefault((node.module or "").split(".")[0], set()).update(alias.name for alias in node.names)
+    assert told == homes | {"": {"backends", "functional"}}
+    names = [name for home in told.values() for name in home]
+    assert sorted([*names, "__version__"]) == sorted(streamnorm.__all__)
+    for home in homes:
+        for name in homes[home]:
+            assert getattr(streamnorm, name) is getattr(sys.modules[f"streamnorm.{home}"], name)
 
 
-def test_files_are_small():
-    lines = {path.name: len(path.read_text().splitlines()) for path in SOURCE.rglob("*.py")}
-    assert max(lines.values()) <= 350, lines
-    assert sum(n > 300 for n in lines.values()) <= len(lines) / 4, lines
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: named(folder))
+def test_a_list_of_public_names_names_what_is_there(folder):
+    module = __import__(f"streamnorm.{named(folder)}", fromlist=["*"])
+    listed = getattr(module, "__all__", [])
+    assert len(set(listed)) == len(listed)
+    assert not [name for name in listed if not hasattr(module, name)]
+
+
+def test_old_names_lead_to_files_that_exist():
+    assert set(streamnorm._MOVED.values()) <= set(MODULES)
+    assert not set(streamnorm._MOVED) & set(ARROWS)
+
+
+# One list of settings, one list of the fields of the state
+
+NO_SETTINGS = ["num_features", "affine", "channel_dim", "process_group", "device", "dtype"]
+
+
+def test_the_layer_takes_the_settings_of_the_list():
+    """With the defaults of the list; what else it takes is not the rule's business."""
+    taken = dict(signature(streamnorm.StreamingNorm.__init__).parameters)
+    del taken["self"]
+    assert set(taken) == {*SETTINGS, *NO_SETTINGS}
+    for field in fields(Config):
+        given = taken[field.name]
+        assert given.kind is Parameter.KEYWORD_ONLY
+        assert (resolve(given.default) if field.name == "ref" else given.default) == field.default, field.name
+
+
+@pytest.mark.parametrize("norm", ["SampleNorm", "GeneralBatchNorm", "TimeSpecificNorm"])
+def test_other_norms_take_settings_of_their_statistic(norm):
+    taken = set(signature(getattr(streamnorm, norm).__init__).parameters)
+    assert taken & set(SETTINGS) <= set(STATISTIC)
+    assert {"ref", "p", "eps"} <= taken
+
+
+def test_settings_are_attributes_of_the_layer_and_stand_in_its_config():
+    layer = streamnorm.StreamingNorm(2)
+    for name in SETTINGS:
+        assert getattr(layer, name) == getattr(layer.config, name)
+        assert name not in vars(layer)
+
+
+def enumerated(node):
+    """The names that a display, a call or a string of words lists; `replace` says what becomes of some of them."""
+    if isinstance(node, ast.Tuple | ast.List | ast.Set):
+        items = node.elts
+    elif isinstance(node, ast.Dict):
+        items = node.keys
+    elif isinstance(node, ast.Call) and ast.unparse(node.func) != "replace":
+        items = [*node.args, *(ast.Name(each.arg) for each in node.keywords if each.arg)]
+    elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return set(re.findall(r"\w+", node.value))
+    else:
+        return set()
+    names = {getattr(item, "id", None) or getattr(item, "attr", None) for item in items}
+    return names | {item.value for item in items if isinstance(item, ast.Constant)}
+
+
+def listing(names, many):
+    """Files that list so many of `names` at one place outside of docstrings."""
+    found = set()
+    for module, path in MODULES.items():
+        tree = ast.parse(path.read_text())
+        lone = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        if any(len(enumerated(node) & set(names)) >= many for node in ast.walk(tree) if id(node) not in lone):
+            found.add(module)
+    return found
+
+
+def test_the_fields_of_the_state_are_listed_once():
+    """As annotations of their classes: nowhere are four of them at one place again."""
+    assert listing(FIELDS, 4) == set()
+    assert listing(PARTS, 4) == set()
+
+
+def test_the_settings_are_listed_once():
+    """Five are at one place only where the list is, where the layer takes them, and where kernels are told of them."""
+    places = {"core.config", "nn.streaming", "backends.cpu.binding"}
+    assert listing(SETTINGS, 5) == places & set(MODULES)

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch.autograd import gradcheck
 
 from streamnorm import Affine, GeneralBatchNorm, NormRef, SampleNorm, StreamingNorm
-from streamnorm.normref import CODES
+from streamnorm.core.reference import CODES
 
 ORDERS = (1, 1.5, 2, 3, 7)
 SHAPES = [(6, 4), (6, 4, 5), (6, 4, 5, 3), (6, 4, 2, 5, 3)]

@@ -1,33 +1,32 @@
-"""The kernels of a layer compute what the plain path computes: outputs, gradients and state, for all they serve."""
+"""What is special to the C++ kernels: threads, instruction sets, memory, their build, and what they decline.
 
-import copy
+That they compute what plain torch computes is in test_conformance.py, with all backends.
+"""
+
 import os
-import pickle
 import re
 import shutil
 import subprocess
 import sys
-from contextlib import contextmanager, nullcontext
-from math import inf, nan, prod
+from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
+from conformance import Case, agrees, close, law_of, layer_of, replayed, runs, train
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from streamnorm import StreamingNorm, attach, kernels
+from streamnorm import SampleNorm, StreamingNorm, backends, kernels
+from streamnorm.backends.cpu import binding
+from streamnorm.core.config import SETTINGS, Config
+from streamnorm.core.state import FIELDS, H1, H2
 
 needs_kernels = pytest.mark.skipif(not kernels.available(), reason="the kernels are not built, or switched off")
-MACHINES = [(name, threads) for name in kernels.VARIANTS for threads in (1, 2)]
-CENTERS = ("mean", "running", "zero")
-LAYOUTS = {
-    "contiguous": lambda x: x.contiguous(),
-    "channels_last": lambda x: x.movedim(1, -1).contiguous().movedim(-1, 1),
-    "sliced": lambda x: torch.cat([x, x], 1)[:, : x.shape[1]],  # rows with a gap in between
-    "transposed": lambda x: x.transpose(0, -1).contiguous().transpose(0, -1),
-}
+MACHINES = [(name, threads) for name in binding.VARIANTS for threads in (1, 2)]
+CPU = backends.registered()["cpu"]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -41,55 +40,17 @@ def _one_thread():
 
 @contextmanager
 def machine(variant, threads):
-    kernels._native.use(variant)  # without such instructions, what was in use stays so
+    binding._native.use(variant)  # without such instructions, what was in use stays so
     torch.set_num_threads(threads)
     try:
         yield
     finally:
         torch.set_num_threads(1)
-        kernels._native.use(kernels.variant)
-
-
-def close(actual, expected, what="", tolerance=1e-5):
-    """Within a tolerance relative to the largest value; what is not finite is so in the same places."""
-    actual, expected = actual.detach(), expected.detach()
-    if not expected.is_floating_point():
-        assert torch.equal(actual, expected), what
-        return
-    finite = expected.isfinite()
-    assert torch.equal(actual.isfinite(), finite), f"{what}: not finite in other places"
-    actual, expected = (torch.where(finite, t, 0) for t in (actual, expected))
-    error, size = (actual - expected).abs().max(), expected.abs().max()
-    assert error <= tolerance * size, f"{what}: off by {error} of {size}"
-
-
-def same_state(fused, plain):
-    for (name, a), b in zip(fused.state_dict().items(), plain.state_dict().values(), strict=True):
-        for row in range(2 if "long" in name or "short" in name else 0):  # mean and sigma have sizes of their own
-            close(a[row], b[row], f"{name}[{row}]")
-        close(a, b, name)
-
-
-def trained(layer, x, dy):
-    """A training call: the output and all gradients."""
-    leaf = x.detach().requires_grad_()
-    y = layer(leaf)
-    y.backward(dy)
-    return [y, leaf.grad, *(p.grad for p in layer.parameters())]
-
-
-def same_call(fused, plain, x, dy):
-    actual = trained(fused, x, dy)
-    with kernels.disabled():
-        expected = trained(plain, x, dy)
-    for i, (a, b) in enumerate(zip(actual, expected, strict=True)):
-        close(a, b, ("output", "gradient of the input", "of the gain", "of the bias")[i])
-    same_state(fused, plain)
-    return actual
+        binding._native.use(binding.variant)
 
 
 class Operations(TorchDispatchMode):
-    """The names of torch's operations. A push into a stream is a `lerp` on the plain path, and none in a kernel."""
+    """The names of torch's operations. A push into a stream is a `lerp` in plain torch, and none in a kernel."""
 
     def __init__(self):
         super().__init__()
@@ -100,362 +61,147 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def data(*shape):
-    """An input with an offset per channel, and a gradient whose sums over a channel are not near 0 by chance."""
-    wide = (1, -1, *(1 for _ in shape[2:]))
-    offset, scale = (torch.linspace(*ends, shape[1]).view(wide) for ends in ((0.5, 3), (2, 0.5)))
-    z = torch.randn(shape)
-    return offset + scale * z, 0.5 + 0.5 * z + 0.5 * torch.randn(shape)
-
-
-def away_from_center(x, layer):
-    """Without elements so close to c that rounding decides their sign, on which the gradient for p = 1 depends."""
-    c = x.double().mean([d for d in range(x.ndim) if d != 1], keepdim=True)
-    if layer.center == "zero":
-        c = torch.zeros_like(c)
-    elif layer.center == "running":
-        started = layer.state_dict()["seen"] > 0 or not layer.warmup
-        c = layer.mean.view(c.shape) if started else c.mean()
-    distance, least = x - c, 1e-3 * x.std()
-    return torch.where(distance.abs() < least, c + least.copysign(distance), x.double()).float()
-
-
-tenths = st.integers(0, 10).map(lambda n: n / 10)
-
-
-@st.composite
-def runs(draw):
-    """A layer, the shape and layouts of its input, and how often it is called: updates, batches, calls per batch."""
-    space = draw(st.sampled_from([(), (), (1,), (3,), (33,), (3, 3), (5, 7), (8, 8), (3, 5, 1), (3, 2, 5)]))
-    samples, channels = draw(st.integers(1, 20)), draw(st.integers(1, 70))
-    if draw(st.integers(0, 5)) == 0:
-        samples = 65536 // (channels * prod(space)) + draw(st.integers(1, 5))  # enough work for threads
-    center, warmup = draw(st.sampled_from(CENTERS)), draw(st.sampled_from([0, 256, None]))
-    if samples * prod(space) < 8:  # few elements have a spread only about a running center and with neighbours
-        center, warmup, channels = "zero" if center == "zero" else "running", warmup or 64, channels + 8
-    short, decay = draw(tenths), draw(st.sampled_from([1.0, 0.9]))
-    arguments = {
-        "p": draw(st.sampled_from([1, 2])),
-        "center": center,
-        "warmup": 2.5 * samples * prod(space) if warmup is None else warmup,
-        "alpha": (decay * (1 - short), decay * short),
-        "beta": [draw(tenths) for _ in range(3)],
-        "kappa": [draw(tenths) + 0.1 for _ in range(4)],
-        "affine": draw(st.booleans()),
-        "channel_dim": draw(st.sampled_from([1, 1, -1])),
-    }
-    layouts = [draw(st.sampled_from(sorted(LAYOUTS))) for _ in range(2)]
-    schedule = [draw(st.integers(1, most)) for most in (3, 2, 2)]
-    size = draw(st.sampled_from([0.03, 1.0, 100.0]))
-    return (samples, channels, *space), arguments, layouts, schedule, size, draw(st.integers(0, 1000))
-
-
-def train(layer, schedule, feed):
-    updates, batches, calls = schedule
-    seen = []
-    for _ in range(updates):
-        for _ in range(batches):
-            xs, ys, dys = [], [], []
-            for _ in range(calls):  # before the one backward pass, as a recurrent network does
-                x, dy = feed(layer)
-                xs.append(x.requires_grad_())
-                ys.append(layer(x))
-                dys.append(dy)
-            torch.autograd.backward(ys, dys)
-            seen += [*ys, *(x.grad for x in xs)]
-        layer.weights_updated()
-    return [*seen, *(p.grad for p in layer.parameters())]
-
-
 @needs_kernels
-@settings(max_examples=200)
-@given(run=runs(), where=st.sampled_from(MACHINES))
-def test_fused_equals_plain(run, where):
-    shape, arguments, layouts, schedule, size, seed = run
-    torch.manual_seed(seed)
-    fused, fed = StreamingNorm(shape[1], **arguments), []
-    for parameter in fused.parameters():
-        nn.init.uniform_(parameter, 0.5, 2)
-    plain = copy.deepcopy(fused).double()
-
-    def make(layer):
-        x, dy = data(*shape)
-        pair = away_from_center(x * size, layer) if layer.p == 1 else x * size, dy
-        if layer.channel_dim == -1:
-            pair = [t.movedim(1, -1).contiguous() for t in pair]
-        fed.append([LAYOUTS[layout](t) for layout, t in zip(layouts, pair, strict=True)])
-        return [t.double() for t in fed[-1]]
-
-    expected = train(plain, schedule, make)  # in float64, which the kernels do not serve
-    again = iter(fed)
-    with machine(*where):
-        actual = train(fused, schedule, lambda layer: next(again))
-    for i, (a, b) in enumerate(zip(actual, expected, strict=True)):
-        close(a, b, f"result {i} of {len(actual)}")
-    same_state(fused, plain)
-
-
-SERVED = {
-    "rows": (9, 5),
-    "one row": (1, 5),
-    "planes": (4, 5, 3),
-    "channels_last": (4, 5, 3, 3),
-    "sliced": (9, 5),
-    "threads": (80, 40, 5, 5),
-}
-
-
-@needs_kernels
-@pytest.mark.parametrize("case", SERVED)
-def test_what_the_kernels_serve(case):
-    x, dy = (LAYOUTS.get(case, LAYOUTS["contiguous"])(t) for t in data(*SERVED[case]))
-    for context, pushed in ((nullcontext(), False), (kernels.disabled(), True)):
-        with Operations() as seen, context:
-            trained(StreamingNorm(x.shape[1]), x, dy)
-        assert ("lerp" in seen.names) == pushed
-
-
-class Subclass(torch.Tensor):
-    pass
-
-
-NOT_SERVED = {
-    "float64": ({"dtype": torch.float64}, lambda x: x.double()),
-    "float64 layer": ({"dtype": torch.float64}, lambda x: x),
-    "bfloat16": ({"dtype": torch.bfloat16}, lambda x: x.bfloat16()),
-    "bfloat16 input": ({}, lambda x: x.bfloat16()),
-    "p": ({"p": 3}, lambda x: x),
-    **{ref: ({"ref": ref}, lambda x: x) for ref in ("BA2", "BA4", "BA6", "SP1", "SP2")},
-    "subclass": ({}, lambda x: x.as_subclass(Subclass)),
-    "meta": ({"device": "meta"}, lambda x: x.to("meta")),
-    "expanded": ({}, lambda x: x[..., :1].expand_as(x)),
-    "transposed": ({}, LAYOUTS["transposed"]),
-    "mask": ({}, lambda x: x),
-}
-
-
-@pytest.mark.parametrize("case", NOT_SERVED)
-def test_the_rest_goes_to_the_plain_path(case):
-    if case == "subclass" and torch.__version__ < "2.6":
-        pytest.skip("this torch has no subclasses under a dispatch mode")
-    arguments, change = NOT_SERVED[case]
-    x, mask = change(data(6, 5, 4)[0]), torch.rand(6, 4) < 0.7
-    results = []
-    for context in (nullcontext(), kernels.disabled()):
-        layer, leaf = StreamingNorm(5, **arguments), x.detach().requires_grad_()
-        with Operations() as seen, context:
-            y = layer(leaf, mask=mask if case == "mask" else None)
-            y.square().sum().backward()
-        assert "lerp" in seen.names
-        results.append([y, leaf.grad, layer.weight.grad, *layer.state_dict().values()])
-    for a, b in zip(*results, strict=True):
-        assert a.dtype == b.dtype
-        assert a.is_meta or torch.equal(a, b)
+@settings(max_examples=100)
+@given(case=runs(), where=st.sampled_from(MACHINES))
+def test_every_machine_computes_the_same(case, where):
+    """With the instructions of an older processor and with threads, for any call: see `conformance.runs`."""
+    agrees(case, "cpu", where=partial(machine, *where))
 
 
 @needs_kernels
 @pytest.mark.parametrize("shape", [(1400, 50), (10, 33, 17, 13), (6, 2, 6000)])
-@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+@pytest.mark.parametrize("layout", ["contiguous", "channels last"])
 @pytest.mark.parametrize("p", [1, 2])
 def test_the_number_of_threads_does_not_matter(shape, layout, p):
-    x, dy = (LAYOUTS[layout](t) for t in data(*shape))
+    case = Case(shape=shape, layouts=(layout, layout), settings={"p": p, "center": "mean"}, windows=((1,), (1,)))
+    _, fed = law_of(case)
     results = []
     for threads in (1, 2, 5):
-        layer = StreamingNorm(shape[1], p=p, center="mean")
-        with machine(kernels.variant, threads):
-            results.append([*trained(layer, x, dy), *layer.state_dict().values()])
+        with machine(binding.variant, threads), backends.use("cpu"):
+            results.append(train(layer_of(case), case, replayed(fed)))
     for other in results[1:]:
-        for a, b in zip(other, results[0], strict=True):
-            close(a, b)
+        for what, value in results[0].items():
+            close(other[what], value, what)
 
 
 @needs_kernels
-@pytest.mark.parametrize("wanted", [(), ("input",), ("weight", "bias"), ("weight",), ("input", "bias"), None])
-@pytest.mark.parametrize("shape", [(9, 5), (9, 5, 3)])
-def test_whatever_needs_a_gradient_gets_it(wanted, shape):
-    """None: in training, but without gradients at all."""
-    fused = StreamingNorm(5)
-    plain = copy.deepcopy(fused).double()
-    for _ in range(3):
-        x, dy = data(*shape)
-        results = []
-        for layer in (fused, plain):
-            leaves = {"input": x.to(layer.weight.dtype, copy=True), "weight": layer.weight, "bias": layer.bias}
-            for name, tensor in leaves.items():
-                tensor.requires_grad_(name in (wanted or ())).grad = None
-            with torch.set_grad_enabled(wanted is not None):
-                y = layer(leaves["input"])
-            if wanted:
-                y.backward(dy.to(y.dtype))
-            layer.weights_updated()
-            assert [name for name, tensor in leaves.items() if tensor.grad is not None] == list(wanted or ())
-            results.append([y, *(leaves[name].grad for name in wanted or ())])
-        for a, b in zip(*results, strict=True):
-            close(a, b)
-    same_state(fused, plain)
-    assert int(fused.grads.count) == bool(wanted)
+@pytest.mark.parametrize("layout", ["contiguous", "channels last", "with gaps"])
+def test_a_training_call_is_the_kernels_alone(layout):
+    """None of torch's operations computes anything: they make empty tensors."""
+    case = Case(shape=(9, 5), layouts=(layout, layout), windows=((1,),))
+    _, fed = law_of(case)
+    x, dy, _ = fed[0]
+    for name, pushed in (("cpu", False), ("plain", True)):
+        with Operations() as seen, backends.use(name):
+            layer_of(case)(x.detach().requires_grad_()).backward(dy)
+        assert ("lerp" in seen.names) == pushed
+        assert ("sum" in seen.names) == pushed
 
 
-@needs_kernels
-@pytest.mark.parametrize("bad", [nan, inf])
-@pytest.mark.parametrize("center", CENTERS)
-@pytest.mark.parametrize("p", [1, 2])
-@pytest.mark.parametrize("beta", [(0.7, 0.3, 0), (0.5, 0.2, 0.3)])
-def test_one_bad_value(beta, p, center, bad):
-    """In the input or in the gradient, in a channel's first element or later, in the first call or later."""
-    for layout, warmup in (("contiguous", 0), ("contiguous", 256), ("channels_last", 256)):
-        for place, row, call in (("x", 0, 0), ("x", 4, 1), ("dy", 4, 0), ("dy", 0, 1)):
-            fused = StreamingNorm(5, p=p, center=center, warmup=warmup, beta=beta)
-            plain = copy.deepcopy(fused)
-            for i in range(3):
-                x, dy = data(9, 5, 3, 3)
-                x = away_from_center(x, plain)
-                if i == call:
-                    (x if place == "x" else dy)[row, 2].view(-1)[0] = bad
-                _, dx, *_ = same_call(fused, plain, LAYOUTS[layout](x), LAYOUTS[layout](dy))
-                for parameter in (*fused.parameters(), *plain.parameters()):
-                    parameter.grad = None
-            assert torch.isfinite(dx).all()
-            assert all(torch.isfinite(value).all() for value in fused.state_dict().values())
+# What they decline, in words; test_conformance.py checks that another backend serves it, and that explain tells.
 
 
-def step(layer, seed):
-    torch.manual_seed(seed)
-    trained(layer, *data(9, 5))
-    layer.weights_updated()
+class Own(torch.Tensor):
+    pass
 
 
-@needs_kernels
-def test_state_that_was_handed_out_does_not_change():
-    layer = StreamingNorm(5)
-    step(layer, 0)
-    held = [layer.mean, layer.sigma, *vars(layer.stats).values(), *vars(layer.grads).values()]
-    held += list(layer.state_dict().values())
-    before = [t.clone() for t in held]
-    for seed in (1, 2):
-        step(layer, seed)
-    assert all(torch.equal(a, b) for a, b in zip(held, before, strict=True))
-    assert not torch.equal(layer.mean, held[0])
+def call(layer=None, x=None, mask=None):
+    return layer or StreamingNorm(5), torch.randn(6, 5, 4) if x is None else x, mask
 
 
-@needs_kernels
-@pytest.mark.parametrize("twin_of", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))])
-def test_copies_go_their_own_ways(twin_of):
-    layer = StreamingNorm(5)
-    step(layer, 0)
-    twin = twin_of(layer)
-    before = {name: value.clone() for name, value in twin.state_dict().items()}
-    step(layer, 1)
-    assert all(torch.equal(value, before[name]) for name, value in twin.state_dict().items())
-    step(twin, 1)
-    assert all(torch.equal(value, layer.state_dict()[name]) for name, value in twin.state_dict().items())
-
-
-@needs_kernels
-@pytest.mark.parametrize("shape", [(9, 5), (9, 5, 3)])
-def test_a_layer_moved_between_forward_and_backward(shape):
-    fused = StreamingNorm(5, affine=False)
-    plain = copy.deepcopy(fused)
-    x, dy = data(*shape)
-    leaf = x.clone().requires_grad_()
-    y = fused(leaf)
-    fused.double()
-    y.backward(dy)
-    with kernels.disabled():
-        _, dx = trained(plain, x, dy)
-    close(leaf.grad, dx)
-    same_state(fused, plain.double())
-    assert fused.grads.short.dtype == torch.float64
-    assert int(fused.grads.count) == 1
-
-
-@needs_kernels
-def test_with_a_scaler():
-    """The scale of the loss doubles after every good step, and one step overflows."""
-    fused = nn.Sequential(nn.Linear(4, 6), StreamingNorm(6, beta=(0.5, 0.2, 0.3)), nn.Tanh(), nn.Linear(6, 2))
-    plain = copy.deepcopy(fused)
-    batches = torch.randn(7, 8, 4)
-    for model, context in ((fused, nullcontext()), (plain, kernels.disabled())):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=1)
-        attach(optimizer, model, scaler=scaler)
-        with context:
-            for i, x in enumerate(batches):
-                scaler.scale(model(x).square().mean() * (inf if i == 3 else 1)).backward()
-                if i != 4:  # two batches in one window
-                    scaler.step(optimizer)
-                    scaler.update()
-                    optimizer.zero_grad()
-        assert scaler.get_scale() == 1024
-    same_state(fused, plain)
-
-
-@needs_kernels
-@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
-@pytest.mark.parametrize("center", CENTERS)
-def test_only_the_input_stays_alive_between_forward_and_backward(layout, center):
-    x = LAYOUTS[layout](torch.randn(8, 16, 32, 32)).requires_grad_()
-    saved = {}
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.setdefault(t.data_ptr(), t), lambda t: t):
-        StreamingNorm(16, center=center)(x)
-    assert x.data_ptr() in saved
-    assert sum(t.untyped_storage().nbytes() for t in saved.values()) <= 1.01 * x.nbytes
-
-
-@needs_kernels
-def test_settings_may_be_changed_to_lists():
-    fused, plain = StreamingNorm(5), StreamingNorm(5)
-    for layer in (fused, plain):
-        step(layer, 0)
-        layer.zero_grad()
-        layer.beta = [0.5, 0.2, 0.3]
-    same_call(fused, plain, *data(6, 5))
-
-
-@needs_kernels
-@pytest.mark.parametrize("name", ["weight", "bias"])
-def test_a_gain_or_bias_of_another_size_is_never_read(name):
-    """Not before the first call, and not after one that was served: torch says what is wrong."""
-    layer = StreamingNorm(5)
-    for _ in range(2):
-        getattr(layer, name).data = torch.ones(3)
-        with pytest.raises(RuntimeError):
-            layer(torch.randn(6, 5))
-        getattr(layer, name).data = torch.ones(5)
-        layer(torch.randn(6, 5))
-
-
-UNUSUAL = {
-    "gain": lambda layer: setattr(layer, "weight", nn.Parameter(torch.arange(10.0)[::2])),
-    "bias": lambda layer: setattr(layer, "bias", nn.Parameter(torch.arange(10.0)[::2])),
-    "type": lambda layer: setattr(layer, "bias", nn.Parameter(torch.arange(5.0).double())),
-    "state": lambda layer: layer.load_state_dict(
-        {k: v.t().contiguous().t() if v.ndim == 2 else v for k, v in layer.state_dict().items()}
-    ),
-    "saved": lambda layer: None,
+DECLINED = {
+    "another kind of layer": (lambda: call(SampleNorm(5)), "it serves streaming layers"),
+    "another device": (lambda: call(StreamingNorm(5, device="meta"), torch.empty(6, 5, device="meta")), "not meta"),
+    "bfloat16": (lambda: call(x=torch.randn(6, 5).bfloat16()), "float32 throughout"),
+    "float64": (lambda: call(StreamingNorm(5).double()), "float32 throughout"),
+    "p": (lambda: call(StreamingNorm(5, p=3)), "it has p = 1 and 2, not 3"),
+    "reference": (lambda: call(StreamingNorm(5, ref="BA2")), "one statistic per channel"),
+    "mask": (lambda: call(mask=torch.ones(6, 4, dtype=torch.bool)), "it takes no mask"),
+    "layout": (lambda: call(x=torch.randn(4, 5, 6).transpose(0, 2)), "neither contiguous nor channels last"),
+    "expanded": (lambda: call(x=torch.randn(6, 5, 1).expand(6, 5, 4)), "neither contiguous nor channels last"),
+    "subclass": (lambda: call(x=torch.randn(6, 5).as_subclass(Own)), "not an ordinary one"),
+    "gain with gaps": (lambda: call(with_gain(torch.arange(10.0)[::2])), "replaced by one that it cannot hold"),
 }
 
 
+def with_gain(gain):
+    layer = StreamingNorm(5)
+    layer.weight = nn.Parameter(gain)
+    return layer
+
+
 @needs_kernels
-@pytest.mark.parametrize("case", UNUSUAL)
-def test_tensors_are_read_as_they_lie_in_memory(case):
-    """A gain or bias with gaps or of another type, a state loaded from transposed tensors, an input saved elsewhere."""
-    fused, plain = StreamingNorm(5), StreamingNorm(5)
-    for layer in (fused, plain):
-        step(layer, 0)
-        layer.zero_grad()
-        UNUSUAL[case](layer)
-    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: t.contiguous(), lambda t: t)
-    with hooks if case == "saved" else nullcontext():
-        same_call(fused, plain, *map(LAYOUTS["channels_last"], data(6, 5, 4)))
+@pytest.mark.parametrize("case", DECLINED)
+def test_what_the_kernels_decline(case):
+    make, words = DECLINED[case]
+    said = backends.explain(*make())
+    assert not said.startswith("cpu ")
+    assert words in re.search(r"cpu does not: (.*?)\.( |$)", said)[1]
 
 
-WITHOUT = """
-import sys
-if sys.argv[1] == "missing":
-    sys.modules["streamnorm.kernels._native"] = None
-import torch, streamnorm
-assert not streamnorm.kernels.available()
+@needs_kernels
+def test_a_setting_that_they_do_not_know_is_declined(monkeypatch):
+    """Only where it is not at its default: then the kernels would compute something else."""
+    monkeypatch.setattr(binding, "KNOWN", tuple(name for name in binding.KNOWN if name != "guard"))
+    x = torch.randn(6, 5)
+    call = backends.signature_of(Config(guard=False), x, None, None, None, torch.float32)
+    assert CPU.declines(call) == "a setting is new to it"
+    assert CPU.declines(call._replace(config=Config())) is None
+
+
+# Their fields are the lists of Python.
+
+
+@needs_kernels
+def test_the_fields_of_python_and_of_the_kernels_are_the_same():
+    assert not binding.mismatch
+    known, h1, h2 = (names.split() for names in binding._native.fields())
+    assert ["ref", *known] == list(SETTINGS)
+    assert h1 == list(H1)
+    assert [*h2, "loss_scale"] == list(H2)
+    assert {*h1, *h2, "loss_scale"} == set(FIELDS)
+
+
+@needs_kernels
+def test_a_record_of_settings_is_what_the_kernels_read():
+    """Each setting has its own place in it, which a change of that setting alone changes."""
+    first = binding.settings_record(Config())
+    changes = {"p": 1, "center": "zero", "eps": 1.0, "alpha": (0.5, 0.5), "beta": (0.1, 0.2, 0.3)}
+    changes |= {"kappa": (0.1, 0.2, 0.3, 0.4), "warmup": 7, "guard": False}
+    places = {}
+    for name in binding.KNOWN:
+        base = Config(kappa=(0.7, 0.3, 0.7, 0.3))
+        changed = binding.settings_record(type(base)(**{"kappa": base.kappa} | {name: changes[name]}))
+        assert len(changed) == len(first)
+        places[name] = {i // 8 for i in range(len(first)) if changed[i] != first[i]}
+        assert places[name], name
+    assert sum(map(len, places.values())) == len(set().union(*places.values()))
+
+
+MISMATCH = """
+import importlib, sys, types
+import torch
+from importlib import import_module
+real = importlib.import_module
+
+class Old(types.ModuleType):
+    def fields(self):
+        return ("p center", "mean sigma", "grads_long")
+
+def fake(name, package=None):
+    return Old("_native") if name == "._native" else real(name, package)
+
+if sys.argv[1] == "mismatch":
+    importlib.import_module = fake
+elif sys.argv[1] == "missing":
+    sys.modules["streamnorm.backends.cpu._native"] = None
+import streamnorm
+from streamnorm import backends
+from streamnorm.backends.cpu import binding
+assert binding.mismatch == (sys.argv[1] == "mismatch")
+print(backends.registered()["cpu"].missing())
+assert not streamnorm.kernels.available() and "cpu" not in backends.available()
 for net, x in ((streamnorm.StreamingNorm(3), torch.randn(4, 3)), (streamnorm.GRU(3, 5), torch.randn(6, 4, 3))):
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     for _ in range(3):
@@ -463,22 +209,45 @@ for net, x in ((streamnorm.StreamingNorm(3), torch.randn(4, 3)), (streamnorm.GRU
         (y if isinstance(y, torch.Tensor) else y[0]).square().mean().backward()
         optimizer.step()
     assert all(torch.isfinite(value).all() for value in net.state_dict().values())
+print(backends.explain(streamnorm.StreamingNorm(3), torch.randn(4, 3)))
 """
 
 
-@pytest.mark.parametrize("why", ["missing", "switched off"])
-def test_everything_works_without_them(why):
-    environment = os.environ | {"STREAMNORM_PLAIN": "" if why == "missing" else "1"}
-    done = subprocess.run([sys.executable, "-c", WITHOUT, why], env=environment, capture_output=True, text=True)
+@pytest.mark.parametrize(
+    ("why", "words"), [("missing", "are not built"), ("mismatch", "built from another version of streamnorm")]
+)
+def test_everything_works_without_them(why, words):
+    """Not built, or from a source with other fields: the backend is missing, and says in a sentence what to do."""
+    done = subprocess.run([sys.executable, "-c", MISMATCH, why], env=os.environ, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+    missing, said = done.stdout.splitlines()
+    assert words in missing
+    assert said.startswith("plain serves this call. ")
+    assert f"cpu does not: {missing}." in said
+
+
+@needs_kernels
+def test_the_older_names_go_on_working():
+    """`streamnorm.kernels` was there before `streamnorm.backends`."""
+    layer, x = StreamingNorm(5), torch.randn(6, 5)
+    assert kernels.available()
+    with kernels.disabled():
+        assert not kernels.available()
+        assert backends.active().backends == (backends.registered()["plain"],)
+        assert "cpu does not: switched off by use()." in backends.explain(layer, x)
+        with backends.use("cpu"):
+            assert kernels.available()
+        assert not kernels.available()
+    assert kernels.available()
+    assert backends.explain(layer, x) == "cpu serves this call."
 
 
 @needs_kernels
 def test_one_build_serves_every_python_and_torch():
-    assert ".abi3." in kernels._native.__file__
+    assert ".abi3." in binding._native.__file__
     if shutil.which("readelf") is None or not sys.platform.startswith("linux"):
         pytest.skip("no readelf here")
-    dynamic = subprocess.run(["readelf", "-d", kernels._native.__file__], capture_output=True, text=True, check=True)
+    dynamic = subprocess.run(["readelf", "-d", binding._native.__file__], capture_output=True, text=True, check=True)
     needed = re.findall(r"NEEDED.*\[(.*)\]", dynamic.stdout)
     assert needed
     assert not [name for name in needed if re.match(r"lib(torch|c10|gomp|omp|iomp|python)", name)]

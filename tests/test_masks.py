@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from streamnorm import GeneralBatchNorm, SampleNorm, StreamingNorm, TimeSpecificNorm
-from streamnorm.normref import CODES
+from streamnorm.core.reference import CODES
 
 KINDS = [StreamingNorm, GeneralBatchNorm, lambda n, **kw: TimeSpecificNorm(n, 2, **kw)]
 GARBAGE = [0.0, 1e30, float("nan"), float("inf")]

@@ -7,11 +7,11 @@ from dataclasses import asdict
 
 import pytest
 import torch
+from streamnorm.kernels import disabled
 from torch import nn
 
 import streamnorm
 from streamnorm import StreamingNorm, monitor
-from streamnorm.kernels import disabled
 from streamnorm.lab.health import health as lab_health
 
 

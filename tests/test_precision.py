@@ -7,7 +7,9 @@ import torch
 from torch import nn
 
 from streamnorm import GRU, LSTM, RNN, GeneralBatchNorm, SampleNorm, StreamingNorm, TimeSpecificNorm, attach
-from streamnorm.stream import COUNTERS, to_dict
+from streamnorm.core.state import FIELDS, Kind, to_dict
+
+COUNTERS = {name for name, kind in FIELDS.items() if kind is Kind.COUNTER}
 
 NORMS = {
     "streaming": StreamingNorm,

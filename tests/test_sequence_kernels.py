@@ -7,9 +7,10 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from conformance import close, tenths
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_kernels import MACHINES, Operations, _one_thread, close, machine, needs_kernels, tenths  # noqa: F401
+from test_kernels import MACHINES, Operations, _one_thread, machine, needs_kernels  # noqa: F401
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
 from streamnorm import GRU, LSTM, RNN, StreamingNorm, attach, kernels

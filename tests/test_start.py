@@ -15,13 +15,17 @@ from processes import wait_for
 from torch.optim import optimizer as torch_optimizer
 
 import streamnorm
-from streamnorm import transforms, updates
+from streamnorm.engine import context, updates
 from streamnorm.lab.figures import FIGURES
 
 COMMAND = [sys.executable, "-m", "streamnorm"]
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
 SOURCE = Path(streamnorm.__file__).parent
-MODULES = sorted(path.stem for path in SOURCE.glob("*.py") if not path.stem.startswith("__"))
+# The files and folders of the package, and the names that files had before.
+MODULES = sorted(
+    {path.stem for path in SOURCE.iterdir() if path.suffix in ("", ".py") and not path.stem.startswith("__")}
+    | set(streamnorm._MOVED)
+)
 
 
 def said(code, *arguments):
@@ -55,7 +59,7 @@ def test_training_brings_no_compiler_along():
     """Until torch itself asks for it, which its optimizers do; and nothing of torch that a layer norm does without."""
     before, after = said(TRAINING, "streaming")
     plain_before, plain_after = said(TRAINING, "layer norm")
-    assert "streamnorm.streaming" in before
+    assert "streamnorm.nn.streaming" in before
     assert not [name for name in before if name.startswith(("torch._dynamo", "torch._inductor", "sympy"))]
     for ours, plain in ((before, plain_before), (after, plain_after)):
         extra = {name for name in set(ours) - set(plain) if name.startswith("torch.")}
@@ -69,7 +73,19 @@ def test_the_mark_is_the_one_that_torch_sets():
 
     marked = torch.compiler.assume_constant_result(function)
     assert marked is function
-    assert vars(function) == vars(transforms._in_torch_func) != {}
+    assert vars(function) == vars(context._in_torch_func) != {}
+
+
+def test_a_first_call_may_be_compiled():
+    """Nothing waits for a call without the compiler."""
+    code = """
+import io, json, torch, streamnorm
+made = streamnorm.StreamingNorm(3)
+x = torch.randn(4, 3, requires_grad=True)
+torch.compile(made, backend="aot_eager", fullgraph=True)(x).sum().backward()
+print(json.dumps([int(made.stats.count), int(made.grads.count)]))
+"""
+    assert said(code) == [1, 1]
 
 
 def test_an_import_of_the_package_is_no_import_of_torch():
@@ -131,7 +147,8 @@ import importlib, json, sys
 for name in sys.argv[1:]:
     importlib.import_module(name)
 import streamnorm
-wrong = [name for name in streamnorm.__all__ if name != "__version__" and not callable(getattr(streamnorm, name))]
+functions = set(streamnorm.__all__) - {"__version__", "backends", "functional"}
+wrong = [name for name in functions if not callable(getattr(streamnorm, name))]
 space = {}
 exec("from streamnorm import *", space)
 wrong += [name for name in streamnorm.__all__ if space[name] is not getattr(streamnorm, name)]
@@ -139,19 +156,27 @@ print(json.dumps(wrong))
 """
 
 
-@pytest.mark.parametrize("first", [[], ["convert"], ["folding", "convert"], MODULES, MODULES[::-1]], ids=len)
+@pytest.mark.parametrize("first", [[], ["convert"], ["convert.folding", "convert"], MODULES, MODULES[::-1]])
 def test_public_names_win_over_files_of_the_same_name(first):
     """Whatever file of the package was imported first."""
     assert said(NAMES, *(f"streamnorm.{name}" for name in first)) == []
 
 
-def test_files_are_attributes_as_they_were():
+def test_files_are_attributes_by_their_old_names():
+    """And importable: as the very modules that they are now. The kernels' public functions go on working."""
     code = """
-import json, streamnorm
-found = [type(getattr(streamnorm, name)).__name__ for name in ("kernels", "normref", "streaming", "lab")]
-print(json.dumps([*found, streamnorm.kernels.__name__, hasattr(streamnorm, "no_such"), hasattr(streamnorm, "__no__")]))
+import importlib, json, sys, streamnorm
+same = []
+for old, new in streamnorm._MOVED.items():
+    now = importlib.import_module(f"streamnorm.{new}")
+    same.append(getattr(streamnorm, old) is now is importlib.import_module(f"streamnorm.{old}"))
+    same.append(now.__name__ == now.__spec__.name)
+with streamnorm.kernels.disabled():
+    switched_off = streamnorm.kernels.available()
+found = [type(streamnorm.lab).__name__, all(same), now.__name__, switched_off]
+print(json.dumps([*found, hasattr(streamnorm, "no_such"), hasattr(streamnorm, "__no__")]))
 """
-    assert said(code) == ["module"] * 4 + ["streamnorm.kernels", False, False]
+    assert said(code) == ["module", True, "streamnorm.nn.streaming", False, False, False]
 
 
 def test_the_names_of_the_package():

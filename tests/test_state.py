@@ -12,8 +12,10 @@ import torch
 from torch import nn
 
 from streamnorm import GRU, GeneralBatchNorm, SampleNorm, StreamingNorm, TimeSpecificNorm, kernels
-from streamnorm.normref import CODES
-from streamnorm.stream import COUNTERS
+from streamnorm.core.reference import CODES
+from streamnorm.core.state import FIELDS, Kind
+
+COUNTERS = {name for name, kind in FIELDS.items() if kind is Kind.COUNTER}
 
 
 def network(code="BA1", **settings):

@@ -12,7 +12,7 @@ from torch import nn
 
 import streamnorm
 from streamnorm import DecoupledUpdate, GeneralBatchNorm, Manhattan, StreamingNorm, attach, kernels, paused
-from streamnorm.listener import PATIENCE, WINDOWS, listeners
+from streamnorm.engine.listener import PATIENCE, WINDOWS, listeners
 
 # The compiler's warnings are about itself.
 COMPILED = pytest.param("compiled", marks=pytest.mark.filterwarnings("ignore::DeprecationWarning"))
@@ -104,7 +104,7 @@ def test_lbfgs_minimizes_as_with_a_layer_norm(line_search):
 
 def test_a_step_of_lbfgs_is_one_window_with_one_evaluation():
     model = network()
-    settings = dict(vars(model[1]))
+    settings = model[1].config
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=4)
     x = torch.randn(16, 4)
     losses = []
@@ -118,13 +118,13 @@ def test_a_step_of_lbfgs_is_one_window_with_one_evaluation():
     optimizer.step(closure)
     assert len(losses) > 1
     assert counts(model[1]) == (1, 1)
-    assert [vars(model[1])[name] for name in ("alpha", "beta", "center", "warmup", "guard")] == [
-        settings[name] for name in ("alpha", "beta", "center", "warmup", "guard")
-    ]
+    assert model[1].config == settings
     own = model[0](x).detach()  # at other weights than the last evaluation had, unless that was the last step
     assert torch.allclose(model[1].stats.short[0], own.mean(0), atol=1)
     model(x)
-    assert counts(model[1]) == (1, 0)
+    assert counts(model[1]) == (1, 1)  # H2 is folded by its own next push
+    model(x).sum().backward()
+    assert counts(model[1]) == (2, 1)
 
 
 def test_lbfgs_is_refused_where_the_gradient_is_not_exact():
@@ -536,3 +536,41 @@ def test_a_network_that_only_acts_is_noticed():
             target(torch.randn(2, 4))
         for _ in range(PATIENCE):
             target(torch.randn(2, 4))
+
+
+def test_lbfgs_refuses_layers_that_it_does_not_know():
+    """Without a parameter in the optimizer nothing tells them to begin each evaluation alike."""
+    model = nn.Sequential(nn.Linear(4, 8), StreamingNorm(8, affine=False), nn.Tanh(), nn.Linear(8, 1))
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=4)
+    x = torch.randn(16, 4)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss
+
+    with pytest.raises(RuntimeError, match=r"attach\(optimizer, model\)"):
+        optimizer.step(closure)
+    attach(optimizer, model)
+    assert optimizer.step(closure) > closure()
+
+
+def test_a_norm_of_the_input_without_a_gain_awaits_no_gradient():
+    """Nothing in front of it learns, so that no gradient comes back, and nothing is wrong."""
+    model = nn.Sequential(StreamingNorm(4, affine=False), nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    attach(optimizer, model)
+    for _ in range(2 * WINDOWS + 2):
+        model(torch.randn(8, 4)).sum().backward()
+        optimizer.step()
+
+
+@pytest.mark.filterwarnings("ignore:.*")
+@pytest.mark.parametrize("affine", [True, False])
+def test_a_compiled_layer_notices_what_it_did_not_hear_of(affine):
+    model = nn.Sequential(nn.Linear(4, 3), StreamingNorm(3, affine=affine))
+    compiled = torch.compile(model, backend="aot_eager")
+    for _ in range(3):
+        compiled(torch.randn(8, 4)).sum().backward()
+    assert (model[1]._pulse.forwards, model[1]._pulse.backwards) == (3, 3)

@@ -4,7 +4,7 @@ import math
 import random
 from dataclasses import replace
 
-from streamnorm.cli import main
+from streamnorm.lab.cli import main
 from streamnorm.lab.figures import FIGURES
 from streamnorm.lab.results import FigureResults
 

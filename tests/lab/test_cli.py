@@ -17,15 +17,15 @@ from lab_results import assert_refused, results
 from processes import is_alive, wait_for, workers_of
 
 import streamnorm
-from streamnorm.cli import main
 from streamnorm.lab import commands
+from streamnorm.lab.cli import main
 from streamnorm.lab.experiment import duration
 from streamnorm.lab.figures import FIGURES
 from streamnorm.lab.jobs import Loader, seconds
 from streamnorm.lab.results import read_folder
 from streamnorm.lab.scales import QUICK, SMOKE, scaled
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-m", "streamnorm"]
 ONE_THREAD = os.environ | {"OMP_NUM_THREADS": "1"}
 

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 from lab_results import results
-from test_lab_train import IMAGE_RUN
+from test_train import IMAGE_RUN
 
-from streamnorm.cli import main
 from streamnorm.lab import commands, store
+from streamnorm.lab.cli import main
 from streamnorm.lab.data import load_images
 from streamnorm.lab.errors import StoreError
 from streamnorm.lab.online import read_online
@@ -23,7 +23,7 @@ from streamnorm.lab.results import read_results
 from streamnorm.lab.shapes import fit
 from streamnorm.lab.train import Training, load_checkpoint, train
 
-RESULTS = Path(__file__).parent.parent / "docs/results"
+RESULTS = Path(__file__).parents[2] / "docs/results"
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from lab_results import assert_refused
 
-from streamnorm.cli import main, rates
+from streamnorm.core.algorithm import FULL
+from streamnorm.lab.cli import main, rates
 from streamnorm.lab.commands import _rates
 from streamnorm.lab.errors import LabError, StoreError
 from streamnorm.lab.goals import goals
@@ -38,9 +39,8 @@ from streamnorm.lab.results import read_folder
 from streamnorm.lab.runs import Norm
 from streamnorm.lab.scales import SCALES, scaled
 from streamnorm.lab.view.cells import fill, filled, markdown, table, verdicts
-from streamnorm.stream import FULL
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PAGE, RESULTS = ROOT / "docs/online.md", ROOT / "docs/results"
 WILD = 1e9  # a learning rate that nothing survives
 TINY = ["bench-online", "--net", "fully-connected", "--data", "digits", "--size", "32", "--seeds", "2"]

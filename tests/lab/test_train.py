@@ -23,7 +23,7 @@ from streamnorm.lab.scales import PAPER, QUICK, SMOKE, scaled
 from streamnorm.lab.tasks import ImageTask, TextTask
 from streamnorm.lab.train import Training, load_checkpoint, train
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 NORMS = {"sample": LAYER_NORM, "batch": BATCH_NORM, "timed": TIME_SPECIFIC, "streaming": STREAMING_RECURRENT}
 IMAGE_RUN = Run(
     "A", STREAMING_RECURRENT, samples=4, batches=2, width=8, rates=((0.1, 1), (0.01, 1)), data="digits",
@@ -271,8 +271,8 @@ SCRIPT = """
 import sys
 from pathlib import Path
 import torch
-sys.path.insert(0, sys.argv[1])
-from test_lab_train import LONG_IMAGES, LONG_TEXT, load_images, load_text, train
+sys.path[:0] = [sys.argv[1], f"{sys.argv[1]}/lab"]
+from test_train import LONG_IMAGES, LONG_TEXT, load_images, load_text, train
 torch.set_num_threads(1)
 source, out, every = sys.argv[2], Path(sys.argv[3]), float(sys.argv[4])
 run, data = (LONG_IMAGES, load_images(source)) if source == "digits" else (LONG_TEXT, load_text(source))

@@ -1,0 +1,255 @@
+"""Every command, script and make target that the documents name is run by a test, far enough to know that it works."""
+
+import ast
+import json
+import os
+import re
+import runpy
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from makefile import ROOT, has_make, recipe, run_line
+
+from streamnorm.lab import cli
+
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+TEXT = "\n".join(page.read_text() for page in PAGES)
+ONE_THREAD = os.environ | {"OMP_NUM_THREADS": "1"}
+# Which test runs it.
+RUN_BY = {
+    "benchmarks/averaging.py": "test_docs.py::test_the_benchmark_of_averages_runs",
+    "benchmarks/bench.py": "test_docs.py::test_the_benchmark_of_cost",
+    "benchmarks/cases.py": "test_docs.py::test_every_case_of_the_benchmark_runs",
+    "benchmarks/divergence.py": "test_docs.py::test_a_training_is_watched_from_inside",
+    "benchmarks/loop.py": "test_docs.py::test_every_case_of_the_benchmark_runs",
+    "benchmarks/messages.py": "test_commands.py::test_the_count_of_messages",
+    "benchmarks/nets.py": "test_docs.py::test_every_case_of_the_benchmark_runs",
+    "benchmarks/plot.py": "test_commands.py::test_the_figures_of_the_benchmark",
+    "benchmarks/sequence_length.py": "test_docs.py::test_the_benchmark_of_sequence_length",
+    "examples/char_model.py": "test_docs.py::test_the_character_model_goes_on_where_it_stopped",
+    "examples/digits.py": "test_docs.py::test_the_demo",
+    "examples/distributed.py": "test_distributed.py::test_the_loss_of_a_worker_changes_nothing",
+    "examples/online_stream.py": "test_online_stream.py::test_it_runs_and_writes",
+    "tests/fuzz.py": "test_commands.py::test_a_case_of_the_fuzz_is_tried_again",
+    "tests/stress_threads.py": "test_threads.py::test_training_and_reading_at_once_does_not_crash",
+    "make": "test_commands.py::test_make_alone_is_the_demo",
+    "make bench": "test_docs.py::test_the_benchmark_of_cost",
+    "make clean": "test_commands.py::test_make_clean",
+    "make demo": "test_docs.py::test_the_demo",
+    "make lint": "test_commands.py::test_make_test",
+    "make test": "test_commands.py::test_make_test",
+    "make test-integrations": "test_commands.py::test_make_test_integrations",
+    "make test-sanitized": "test_commands.py::test_make_test_sanitized",
+    "streamnorm bench-online": "lab/test_grid.py::test_every_distinct_run_is_trained_once",
+    "streamnorm list": "lab/test_cli.py::test_list",
+    "streamnorm report": "lab/test_cli.py::test_the_report",
+    "streamnorm run": "lab/test_cli.py::test_every_figure_runs",
+}
+
+
+def spans():
+    """Commands as the documents print them: in code spans, and the lines of blocks that are not Python."""
+    fences = re.findall(r"^```([^\n]*)\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)
+    rest = re.sub(r"^```.*?^```", "", TEXT, flags=re.DOTALL | re.MULTILINE)
+    blocks = [block for language, block in fences if not language.startswith("python")]
+    lines = [line.split("  #")[0].strip().removeprefix("$ ") for block in blocks for line in block.splitlines()]
+    parts = [part.strip() for line in lines for part in line.split(";")]
+    return [*parts, *(part.strip() for span in re.findall(r"`([^`\n]+)`", rest) for part in span.split(";"))]
+
+
+def test_whatever_is_named_is_run():
+    """And every benchmark and example that there is, named or not."""
+    named = set(re.findall(r"\b(?:benchmarks|examples)/\w+\.py\b", TEXT))
+    named |= {
+        path.relative_to(ROOT).as_posix() for kind in ("benchmarks", "examples") for path in (ROOT / kind).glob("*.py")
+    }
+    for span in spans():
+        words = span.split()
+        if words[:1] == ["make"]:
+            named |= {f"make {word}".strip() for word in words[1:] or [""] if "=" not in word}
+        elif words[:1] == ["streamnorm"] and len(words) > 1:
+            named.add(f"streamnorm {words[1]}")
+        elif words[:1] == ["python"] and len(words) > 1 and words[1].startswith("tests/"):
+            named.add(words[1])
+    assert {"make bench", "streamnorm run", "tests/fuzz.py"} <= named
+    assert named - set(RUN_BY) == set(), "no test runs it"
+
+
+@pytest.mark.skipif(not has_make, reason="reads the Makefile")
+def test_every_target_is_run():
+    phony = re.search(r"^\.PHONY:(.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert {f"make {name}" for name in phony[1].split()} <= set(RUN_BY)
+
+
+@pytest.mark.parametrize("name", sorted(set(RUN_BY.values())))
+def test_the_tests_of_the_table_exist(name):
+    file, test = name.split("::")
+    tree = ast.parse((ROOT / "tests" / file).read_text())
+    assert test in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+
+
+# The command lines of the documents
+
+SCRIPT = r"(?:python|torchrun(?: --[\w-]+ \d+)*) ((?:benchmarks|examples|tests)/\w+\.py)(.*)"
+
+
+def test_options_that_are_named_exist():
+    """Of scripts, and the cases that the benchmark is asked for."""
+    found = [re.fullmatch(SCRIPT, span) for span in spans()]
+    found = [match for match in found if match]
+    assert len(found) >= 6
+    for match in found:
+        text = (ROOT / match[1]).read_text()
+        for option in re.findall(r"--[a-z][\w-]*", match[2]):
+            assert f'"{option}"' in text, f"{match[1]} has no {option}"
+        case = re.search(r"bench\.py.* --only (\S+)", match[0])
+        if case:
+            assert re.search(rf'"{re.escape(case[1])}[/"]', (ROOT / "benchmarks/cases.py").read_text()), match[0]
+
+
+def test_command_lines_are_understood(capsys):
+    lines = {span for span in spans() if re.match(r"streamnorm (run|report|list|bench-online)\b", span)}
+    assert len(lines) >= 8
+    for line in sorted(lines):
+        words = ["." if word.isupper() else word for word in shlex.split(line)[1:]]
+        words = [word for word in words if word not in ("...", "…")]
+        if words == ["run"]:  # named without a figure
+            continue
+        try:
+            cli.parser().parse_args(words)
+        except SystemExit as refused:
+            raise AssertionError((line, capsys.readouterr().err)) from refused
+
+
+# Scripts
+
+
+def test_the_count_of_messages():
+    """What it prints is what docs/distributed.md has."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command.append("benchmarks/messages.py")
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=ONE_THREAD)
+    assert done.returncode == 0, done.stderr
+    rows = [line.split() for line in done.stdout.splitlines()[2:]]
+    assert len(rows) == 3
+    page = (ROOT / "docs/distributed.md").read_text()
+    for batches, ours, our_bytes, theirs, their_bytes in rows:
+        assert f"| {batches} | {ours}, {our_bytes} | {theirs}, {their_bytes} |" in page
+
+
+def test_the_figures_of_the_benchmark(tmp_path, monkeypatch):
+    shutil.copy(ROOT / "benchmarks/results/results.json", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["plot.py", str(tmp_path)])
+    runpy.run_path(str(ROOT / "benchmarks/plot.py"), run_name="__main__")
+    kinds = {row["case"].split("/")[0] for row in json.loads((tmp_path / "results.json").read_text())["rows"]}
+    assert kinds
+    for name in ("results.png", "growth.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_case_of_the_fuzz_is_tried_again():
+    command = [sys.executable, "tests/fuzz.py", "--case", "3"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=ONE_THREAD)
+    assert done.returncode == 0, done.stderr
+    assert "calls" in done.stdout + done.stderr
+
+
+# Make
+
+needs_make = pytest.mark.skipif(not has_make, reason="there is no make")
+
+
+def well(done):
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@needs_make
+def test_make_alone_is_the_demo():
+    assert recipe("") == recipe("demo") == [f"{sys.executable} examples/digits.py"]
+
+
+@needs_make
+def test_make_sets_up_an_environment_with_the_torch_that_is_asked_for(tmp_path):
+    lines = recipe("test", "TORCH=torch==2.4.1", f"VENV={tmp_path}/new", ready=())
+    assert f"-m venv {tmp_path}/new" in lines[0]
+    assert "torch==2.4.1" in lines[1]
+    assert lines[-1] == recipe("test")[-1]
+
+
+@needs_make
+def test_make_test():
+    """Lint as `make lint`, then all tests; each tool is tried on one file."""
+    lines = recipe("test")
+    assert lines[:-1] == recipe("lint")
+    check, layout, types, tests = lines
+    for line in (check, layout):
+        well(run_line(line.removesuffix(" ."), "tests/makefile.py"))
+    assert types.endswith("-m mypy")
+    well(run_line(types, "--version"))
+    assert "test_options_that_are_named" in well(
+        run_line(tests, "-n", 0, "--collect-only", "tests/test_commands.py", "-vv")
+    )
+
+
+@needs_make
+def test_make_test_integrations():
+    """Their packages are not in this environment: that the files are found and can be read is as far as it goes."""
+    (line,) = recipe("test-integrations")
+    folder = ROOT / line.rpartition(" ")[2]
+    assert line.endswith(f"-m pytest {folder.relative_to(ROOT)}")
+    tests = sorted(folder.glob("test_*.py"))
+    assert len(tests) >= 4
+    for path in tests:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "streamnorm":
+                module = __import__(node.module, fromlist=["*"])
+                assert all(hasattr(module, alias.name) for alias in node.names), path
+
+
+@needs_make
+def test_make_clean(tmp_path):
+    """What was made goes, what was written stays; in a copy."""
+    made = [
+        *("build/x", "dist/x", ".venv/x", ".venv-integrations/x", ".mypy_cache/x", ".ruff_cache/x", ".pytest_cache/x"),
+        *(
+            "src/streamnorm.egg-info/x",
+            "src/streamnorm/nn/__pycache__/x.pyc",
+            "src/streamnorm/backends/cpu/_native.abi3.so",
+        ),
+    ]
+    written = ["src/streamnorm/nn/base.py", "src/streamnorm/backends/cpu/module.cpp", "tests/test_docs.py"]
+    for name in [*made, *written]:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("")
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    well(subprocess.run(["make", "clean"], capture_output=True, text=True, cwd=tmp_path))
+    left = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()}
+    assert left == {*written, "Makefile"}
+
+
+def sanitizers():
+    try:
+        library = subprocess.run(["gcc", "-print-file-name=libasan.so"], capture_output=True, text=True).stdout.strip()
+    except OSError:
+        return False
+    return sys.platform == "linux" and Path(library).is_absolute()
+
+
+@needs_make
+@pytest.mark.skipif(not sanitizers(), reason="needs gcc and its sanitizers")
+def test_make_test_sanitized(tmp_path):
+    """Built, imported, and a few calls made; the tests that it runs are collected."""
+    clear, build, imported, *tests, fuzz, threads = recipe("test-sanitized", f"SANITIZED={tmp_path}/made", "CALLS=40")
+    assert clear == f"rm -rf {tmp_path}/made"
+    well(run_line(build))
+    well(run_line(imported))
+    for name in re.findall(r"tests/\S+\.py", " ".join([*tests, fuzz, threads])):
+        assert (ROOT / name).exists(), name
+    assert all("pytest tests/test_" in line for line in tests)
+    well(run_line(fuzz))
+    assert threads.endswith("tests/stress_threads.py")  # see test_threads.py
