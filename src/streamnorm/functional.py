@@ -11,7 +11,7 @@ from .core import state as states
 from .core.config import Config
 from .core.state import State
 from .engine.context import check_memory, materialized, refuse_transforms
-from .engine.function import evaluate, stream
+from .engine.function import Call, evaluate, stream
 from .nn.base import mask_over_channels, to_channels_first
 
 __all__ = ["Config", "State", "new_state", "streaming_norm", "weights_updated"]
@@ -131,4 +131,4 @@ def streaming_norm(
     after = replace(states.copied(state), grads=state.grads, loss_scale=state.loss_scale)
     call = backends.signature_of(config, x, weight, bias, mask, state.mean.dtype)
     plan = backends.choose(call, x, weight, bias, after)
-    return stream(x, weight, bias, mask, plan, H1(after), H2(state.grads)), after
+    return stream(x, weight, bias, mask, Call(plan, H1(after), H2(state.grads))), after

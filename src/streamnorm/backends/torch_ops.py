@@ -66,7 +66,7 @@ class TorchOps:
     def backward(
         self, plan: Plan, dy: Tensor, x: Tensor, weight: Any, mask: Any, saved: Any, kept: Any, h2: Any, needs: Any
     ) -> Gradients:
-        ref, eps, wanted = plan.call.config.ref, plan.call.config.eps, list(needs)
+        ref, eps, wanted = plan.call.config.ref, plan.call.config.eps, list(needs[:3])
         require_memory(dy, x, weight, *saved)
         if ref == BATCH_NORM:
             batched = _batched(dy, x), _batched(x, x), weight, None, None

@@ -1,7 +1,7 @@
 """The one autograd.Function of the layers, whatever computes them, and that of whole recurrent sequences."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,29 +18,29 @@ from .replay import Entry, own_h2
 Receiver = Callable[[], H2] | H2 | None
 
 
+class Call(NamedTuple):
+    """How a call is computed. A steady call is given a plain tuple of the same."""
+
+    plan: Plan
+    h1: Any  # H1 of a streaming layer, None where the plan has it; for other norms c of the p-th moment, or None
+    h2: Receiver = None
+    entry: Entry | None = None  # inside of activation checkpointing
+    statistics: bool = False  # whether S(x) is asked for, beside the output
+
+
 class Normalize(torch.autograd.Function):
     """N(x, s_hat), gain and bias, differentiable once: forward streams into H1, backward into H2."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Any,
-        bias: Any,
-        mask: Any,
-        plan: Plan,
-        h1: Any,
-        h2: Receiver,
-        entry: Entry | None = None,
-        statistics: bool = False,
-    ) -> Any:
+    def forward(ctx: Any, x: Tensor, weight: Any, bias: Any, mask: Any, call: Call) -> Any:
+        plan, h1, _, entry, statistics = call
         if entry is not None and entry.again:
             y, saved, kept = plan.backend.repeat(plan, x, weight, bias, mask, entry.kept[1])
         else:
             y, saved, kept = plan.backend.forward(plan, x, weight, bias, mask, h1)
         if entry is not None:
             entry.kept = plan.backend, kept
-        ctx.plan, ctx.h2, ctx.kept, ctx.entry = plan, h2, kept, entry
+        ctx.call, ctx.kept = call, kept
         ctx.save_for_backward(x, weight, mask, *saved)
         if not statistics:
             return y
@@ -52,15 +52,15 @@ class Normalize(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             refuse_second_derivative()
-        plan, (x, weight, mask, *saved) = ctx.plan, ctx.saved_tensors
+        (plan, _, h2, entry, _), (x, weight, mask, *saved) = ctx.call, ctx.saved_tensors
         if not (plan.call is None or plan.call.compiled) and compat.is_zero_tensor(dy):
             dy = dy.clone()  # zeros without memory cannot be written to; what a graph of the compiler gets has memory
-        h2: Any = ctx.h2 if ctx.h2 is None or isinstance(ctx.h2, H2) else ctx.h2()
-        if ctx.entry is not None:
-            h2 = own_h2(ctx.entry, h2)
-        needs = ctx.needs_input_grad[:3]
-        dx, dgain, dbias = plan.backend.backward(plan, dy, x, weight, mask, saved, ctx.kept, h2, needs)
-        return dx, dgain, dbias, None, None, None, None, None, None
+        if h2 is not None and not isinstance(h2, H2):
+            h2 = h2()
+        if entry is not None:
+            h2 = own_h2(entry, h2)
+        gradients = plan.backend.backward(plan, dy, x, weight, mask, saved, ctx.kept, h2, ctx.needs_input_grad)
+        return *gradients, None, None
 
 
 # A training call of a streaming layer in eager mode, of which all has been looked at. Arguments as above.
@@ -84,7 +84,7 @@ def normalize_mini_batch(
     compiled = torch.compiler.is_compiling()
     call = backends.signature_of(config, x, weight, bias, mask, stored, compiled)
     plan = Plan(call, backends.LAW) if compiled else backends.choose(call, x, weight, bias)
-    found = Normalize.apply(x, weight, bias, mask, plan, center, None, None, statistics)  # type: ignore[no-untyped-call]
+    found = Normalize.apply(x, weight, bias, mask, Call(plan, center, statistics=statistics))  # type: ignore[no-untyped-call]
     if not statistics:
         return found, None
     y, mean, sigma, *present = found

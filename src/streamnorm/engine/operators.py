@@ -19,7 +19,7 @@ from ..core.config import Config, from_text
 from ..core.state import H1 as H1_FIELDS
 from ..core.state import PARTS, State, Stream, from_dict, new_state, new_stream, of_h1, write, write_stream
 from . import compat, replay
-from .function import Normalize
+from .function import Call, Normalize
 from .listener import layer_of
 
 _WRITTEN = "abcdefghijklmnopqrstuvwxyz"
@@ -73,7 +73,7 @@ def stream_compiled(
 ) -> Tensor:
     """A training call of a streaming layer, for the compiler to trace. `tag`: the layer's `_name_tag`."""
     plan = Plan(None, _OPERATORS, (tag, config.text, backends.among))  # type: ignore[arg-type]
-    return Normalize.apply(x, weight, bias, mask, plan, H1(state), H2(state.grads))  # type: ignore[no-untyped-call, no-any-return]
+    return Normalize.apply(x, weight, bias, mask, Call(plan, H1(state), H2(state.grads)))  # type: ignore[no-untyped-call, no-any-return]
 
 
 def _signature(x: Tensor, weight: Any, bias: Any, mask: Any, text: str, stored: torch.dtype) -> Signature:

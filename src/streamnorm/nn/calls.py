@@ -18,7 +18,7 @@ from ..core.state import State
 from ..engine import replay
 from ..engine.compat import is_rewritten, version_of
 from ..engine.context import check_memory, exported, transformed
-from ..engine.function import evaluate
+from ..engine.function import Call, evaluate
 from ..engine.function import stream as stream_eagerly
 from ..engine.listener import PATIENCE
 from ..engine.operators import stream_compiled
@@ -27,7 +27,7 @@ from .state import Stateful
 
 # What computes a call, and what it is given: `engine.function.stream` in training, `stream_compiled` while
 # torch.compile traces, `evaluate` with the latest statistics.
-Call = tuple[Callable[..., Tensor], tuple[Any, ...]]
+Computation = tuple[Callable[..., Tensor], tuple[Any, ...]]
 
 
 class Known(NamedTuple):
@@ -56,7 +56,7 @@ class Calls(Stateful):
     def _state_for(self, x: Tensor) -> State:
         return stream.bind(self._state, self._statistic_shape(x))
 
-    def _begin(self, x: Tensor, mask: Tensor | None, step: int) -> Call:
+    def _begin(self, x: Tensor, mask: Tensor | None, step: int) -> Computation:
         """Look at everything that is new about a call."""
         if step:
             self._remember_step()
@@ -72,7 +72,7 @@ class Calls(Stateful):
             return self._begin_evaluation(x, mask, entry)
         return self._begin_training(x, mask, entry)
 
-    def _as_before(self, x: Tensor) -> Call | None:
+    def _as_before(self, x: Tensor) -> Computation | None:
         """The call, if nothing about the layer or its input is new since the last one: no other checks."""
         own = self.__dict__
         known = own.get("_known")
@@ -90,9 +90,9 @@ class Calls(Stateful):
             pulse.forwards -= not self._awaits(x, None)
         elif version_of(weight) != pulse.version or pulse.forwards == PATIENCE:
             self._notice(weight)
-        return stream_eagerly, (x, weight, bias, None, known.plan, None, self._receive)
+        return stream_eagerly, (x, weight, bias, None, (known.plan, None, self._receive, None, False))
 
-    def _begin_compiled(self, x: Tensor, mask: Tensor | None) -> Call:
+    def _begin_compiled(self, x: Tensor, mask: Tensor | None) -> Computation:
         state = self._snapshot() if exported() else self._state
         if not self._collects:
             mean, sigma = self._shaped_like_input(state.mean, state.sigma, x)
@@ -109,7 +109,7 @@ class Calls(Stateful):
             )
         return stream_compiled, (x, self.weight, self.bias, mask, self._name_tag, self.config, state)
 
-    def _begin_evaluation(self, x: Tensor, mask: Tensor | None, entry: Entry | None) -> Call:
+    def _begin_evaluation(self, x: Tensor, mask: Tensor | None, entry: Entry | None) -> Computation:
         mean, sigma = self._state.mean, self._state.sigma
         check_memory(mean=mean, sigma=sigma)
         if entry is not None and entry.again:
@@ -120,7 +120,7 @@ class Calls(Stateful):
             entry.kept = mean, sigma
         return evaluate, (x, *self._shaped_like_input(mean, sigma, x), self.weight, self.bias, mask)
 
-    def _begin_training(self, x: Tensor, mask: Tensor | None, entry: Entry | None) -> Call:
+    def _begin_training(self, x: Tensor, mask: Tensor | None, entry: Entry | None) -> Computation:
         weight, bias = self.weight, self.bias
         again = entry is not None and entry.again
         if not again:
@@ -136,7 +136,7 @@ class Calls(Stateful):
         fits = None if self._is_special(mask, entry) else plan.backend.steady(plan.prepared)
         if fits is not None:
             self.__dict__["_known"] = Known(fits, plan, state, H2(state.grads), backends.active())
-        arguments = x, weight, bias, mask, plan, H1(state), self._receive, entry
+        arguments = x, weight, bias, mask, Call(plan, H1(state), self._receive, entry)
         return (stream_eagerly if state is self._state else self._bind_by), arguments
 
     def _is_special(self, mask: Tensor | None, entry: Entry | None) -> bool:
@@ -196,7 +196,7 @@ class Calls(Stateful):
     def _bind_by(self, *arguments: Any) -> Tensor:
         """A first training call, which binds the layer to a spatial size if it goes through."""
         y: Tensor = stream_eagerly(*arguments)
-        self._state = arguments[5].state
+        self._state = arguments[4].h1.state
         return y
 
     def _receive(self) -> H2:

@@ -71,6 +71,8 @@ all_vectors: Callable[..., bool] = getattr(_native, "vectors", None)  # type: ig
 still: Callable[[Readers, bytes], bool] = getattr(_native, "still", None)  # type: ignore[assignment]
 # Whether a steady call is as the one that was looked at: fits(shape, stride, channels, readers, record, x, gain, bias).
 fits: Callable[..., bool] = getattr(_native, "fits", None)  # type: ignore[assignment]
+# Whether a backward pass is given what its forward pass had: suits(x stride, dy stride, channels, x, dy, gain).
+suits: Callable[..., bool] = getattr(_native, "suits", None)  # type: ignore[assignment]
 
 # What readers give now: `H1` and `H2` of types.h for those of a state.
 addresses: Callable[[Readers], bytes] = getattr(_native, "addresses", None)  # type: ignore[assignment]

@@ -13,7 +13,7 @@ from ...core.state import State, write_stream
 from .. import H2, Gradients, Plan, Result, Signature, unknown_settings
 from ..memory import as_laid_out, is_vector
 from . import binding
-from .binding import Layout, Looked, Readers, address, all_plain, all_vectors, still
+from .binding import Layout, Looked, Readers, address, all_plain, still, suits
 from .sequence import Sequences
 
 
@@ -29,6 +29,7 @@ class Prepared(NamedTuple):
     kept_size: int
     layout: Layout
     looked: Looked
+    keeps_layout: bool  # whether torch.empty_like lays out an output as the kernels write it
 
 
 class Cpu:
@@ -65,16 +66,16 @@ class Cpu:
             return None
         settings = binding.settings_record(call.config)
         compared = x.shape, x.stride(), channels, looked.h1, looked.h1_record
-        return Prepared(*compared, settings, binding.kept_size(channels), layout, looked)
+        return Prepared(
+            *compared, settings, binding.kept_size(channels), layout, looked, x.is_contiguous() or x.ndim > 2
+        )
 
     def steady(self, prepared: Prepared) -> Callable[[Tensor, Any, Any], bool]:
         return partial(binding.fits, *prepared[:5])
 
     def forward(self, plan: Plan, x: Tensor, weight: Any, bias: Any, mask: Any, h1: Any) -> Result:
         prepared = plan.prepared
-        y, kept = torch.empty_like(x), torch.empty(prepared.kept_size, dtype=torch.float32)
-        if x.ndim == 2 and not y.is_contiguous():
-            y = x.new_empty(x.shape)
+        y, kept = torch.empty_like(x) if prepared.keeps_layout else _like(x), x.new_empty(prepared.kept_size)
         gain, shift = 0 if weight is None else weight.data_ptr(), 0 if bias is None else bias.data_ptr()
         given = x.data_ptr(), gain, shift, kept.data_ptr(), y.data_ptr()
         binding.layer_forward(prepared.settings, prepared.h1_record, *prepared.layout, torch.get_num_threads(), *given)
@@ -91,19 +92,13 @@ class Cpu:
     ) -> Gradients:
         (numbers, x_strides, strides), layout = kept, plan.prepared.layout
         channels = layout[2]
-        if not (
-            x.stride() == x_strides
-            and dy.stride() == strides
-            and x.shape == dy.shape
-            and all_plain(x, dy)
-            and all_vectors(channels, weight)
-        ):  # hooks may have moved what was saved, or it was moved under autograd's hands; gradients are of any kind
+        if not suits(x_strides, strides, channels, x, dy, weight):
+            # Hooks may have moved what was saved, or it was moved under autograd's hands; gradients are of any kind.
             dy = as_laid_out(dy, dy.shape, strides)
             x, layout = as_laid_out(x, dy.shape, strides), (*layout[:4], channels)
             weight = None if weight is None else as_laid_out(weight, (channels,), (1,))
         dx = torch.empty_like(dy) if needs[0] else None
-        dgain = torch.empty(channels, dtype=torch.float32)
-        dbias = torch.empty(channels, dtype=torch.float32)
+        dgain, dbias = numbers.new_empty(channels), numbers.new_empty(channels)
         prepared, scale = plan.prepared, 1.0 if h2.scale is None else float(h2.scale)
         looked = prepared.looked
         if h2.grads is looked.grads and still(looked.h2, looked.h2_record):

@@ -218,28 +218,28 @@ int64_t extent(PyObject* tensor) {
     return last;
 }
 
-// Memory that does not begin at 0, and reaches to the last element.
-bool has_memory(PyObject* tensor) {
+// Memory that does not begin at 0, and reaches to the last element: so many numbers from the first, counted if negative.
+bool has_memory(PyObject* tensor, int64_t numbers) {
     const int64_t size = sizeof(float), before = number(tensor, words.storage_offset) * size;
     if (number(tensor, words.data_ptr) == before) return false;
     PyObject* storage = PyObject_CallMethodObjArgs(tensor, words.untyped_storage, nullptr);
     const int64_t bytes = storage ? number(storage, words.nbytes) : 0;
     Py_XDECREF(storage);
-    return bytes >= before + extent(tensor) * size;
+    return bytes >= before + (numbers < 0 ? extent(tensor) : numbers) * size;
 }
 
 // As `is_plain` of backends/memory.py, in float32.
-bool is_plain(PyObject* tensor) {
+bool is_plain(PyObject* tensor, int64_t numbers = -1) {
     PyObject* type = (PyObject*)Py_TYPE(tensor);
     if (type != words.tensor && type != words.parameter) return false;
     PyObject* dtype = PyObject_GetAttr(tensor, words.dtype);
     Py_XDECREF(dtype);
     return dtype == words.float32 && has(tensor, words.is_cpu) && !has(tensor, words.is_nested) &&
-           !does(tensor, words.is_neg) && has_memory(tensor);
+           !does(tensor, words.is_neg) && has_memory(tensor, numbers);
 }
 
 bool is_vector(PyObject* tensor, int64_t size) {
-    if (!is_plain(tensor)) return false;
+    if (!is_plain(tensor, size)) return false;
     PyObject* shape = PyObject_GetAttr(tensor, words.shape);
     const bool fits = shape && PyTuple_Size(shape) == 1 && PyLong_AsLongLong(PyTuple_GetItem(shape, 0)) == size;
     Py_XDECREF(shape);
@@ -344,6 +344,21 @@ PyObject* fields(PyObject*, PyObject*) {
     return Py_BuildValue("(sss)", SETTINGS_FIELDS, H1_FIELDS, H2_FIELDS);
 }
 
+// suits(x stride, dy stride, channels, x, dy, gain): whether a backward pass is given what its forward pass had.
+PyObject* suits(PyObject*, PyObject* const* args, Py_ssize_t count) {
+    if (!counted(count, 6)) return nullptr;
+    PyObject *x = args[3], *dy = args[4];
+    bool result = is_plain(x) && is_plain(dy) && equals(PyObject_CallMethodObjArgs(x, words.stride, nullptr), args[0]) &&
+                  equals(PyObject_CallMethodObjArgs(dy, words.stride, nullptr), args[1]) &&
+                  (args[5] == Py_None || is_vector(args[5], PyLong_AsLongLong(args[2])));
+    if (result) {
+        PyObject* shape = PyObject_GetAttr(x, words.shape);
+        result = shape && equals(PyObject_GetAttr(dy, words.shape), shape);
+        Py_XDECREF(shape);
+    }
+    return PyErr_Occurred() ? nullptr : PyBool_FromLong(result);
+}
+
 #define FAST(function) (PyCFunction)(void (*)(void)) function, METH_FASTCALL
 PyMethodDef methods[] = {
     {"layer_forward", FAST(layer_forward), nullptr},
@@ -357,6 +372,7 @@ PyMethodDef methods[] = {
     {"addresses", addresses, METH_O, nullptr},
     {"still", FAST(still), nullptr},
     {"fits", FAST(fits), nullptr},
+    {"suits", FAST(suits), nullptr},
     {"fields", fields, METH_NOARGS, nullptr},
     {"use", use, METH_O, "Choose the kernels for an instruction set; False where there are none for this machine."},
     {nullptr, nullptr, 0, nullptr},
