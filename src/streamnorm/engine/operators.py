@@ -17,7 +17,7 @@ from ..backends import H1, H2, Gradients, Plan, Result, Signature
 from ..core.algorithm import fold_gradients, fold_statistics
 from ..core.config import Config, from_text
 from ..core.state import H1 as H1_FIELDS
-from ..core.state import PARTS, State, Stream, from_dict, new_state, new_stream, of_h1, write, write_stream
+from ..core.state import PARTS, State, Stream, from_dict, new_state, of_h1, to_dict, write, write_stream
 from . import compat, replay
 from .function import Call, Normalize
 from .listener import layer_of
@@ -99,8 +99,8 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     tensors = dict(zip(H1_FIELDS, h1, strict=True))
     like = tensors["mean"]
-    h2 = {f"grads_{part}": getattr(new_stream(tuple(like.shape), like), part) for part in PARTS}
-    state = from_dict(tensors | h2 | {"loss_scale": like.new_zeros(())})  # H2 is not this operator's business
+    unused = to_dict(new_state(tuple(like.shape), like))  # H2 is not this operator's business
+    state = from_dict(unused | tensors)
     layer = layer_of(tag)
     entry = replay.begin(int(tag), True)
     given = x
