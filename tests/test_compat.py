@@ -208,6 +208,7 @@ def test_assumed_constant():
 
 
 @canary
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="older compilers refuse some of this; see docs/speed.md")
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated")
 def test_repeats_in_backward():
     """Nodes that torch.compile may run again in backward are told by what it notes about them."""
@@ -279,6 +280,7 @@ def test_checkpoint_of():
 
 
 @canary
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of older versions, about themselves
 def test_reentrant_segments():
     """What tells them apart is one thing per segment; the stack says which one runs, and whether again."""
     found = []
@@ -325,6 +327,8 @@ def test_HOOKS():
     kept = {name for name, value in vars(module).items() if "hook" in name and isinstance(value, dict)}
     assert kept == set(compat.HOOKS)
     for method, options in REGISTER.items():
+        if not hasattr(module, method):  # in older versions some have a private name
+            continue
         before = {name: len(getattr(module, name)) for name in kept}
         getattr(module, method)(lambda *_: None, **options)
         assert any(len(getattr(module, name)) > count for name, count in before.items()), method
@@ -336,7 +340,7 @@ def test_move_hooks():
     old, new, heard = nn.Linear(2, 2), nn.Linear(2, 2), []
     old.register_forward_hook(lambda module, _, __: heard.append(("forward", module)))
     old.register_full_backward_hook(lambda module, _, __: heard.append(("backward", module)))
-    old.register_load_state_dict_pre_hook(lambda module, *_: heard.append(("load", module)))
+    old._register_load_state_dict_pre_hook(lambda module, *_: heard.append(("load", module)), with_module=True)
     handle = old.register_forward_pre_hook(lambda module, _: heard.append(("before", module)))
     new.register_forward_pre_hook(lambda module, _: heard.append(("own", module)))
     compat.move_hooks(old, new)

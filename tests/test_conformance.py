@@ -50,6 +50,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from streamnorm import StreamingNorm, attach, backends
+from streamnorm.engine.compat import top_hooks
 
 CASES = cases()
 REGISTERED = list(backends.registered())
@@ -532,6 +533,7 @@ def test_only_the_input_stays_alive_between_forward_and_backward(backend, layout
     assert sum(t.untyped_storage().nbytes() for t in saved.values()) <= 1.01 * x.nbytes
 
 
+@pytest.mark.skipif(top_hooks is None, reason="this torch does not tell which segment it runs again")
 @every_pair
 def test_a_call_that_checkpointing_repeats_is_the_same(backend, kind):
     """Nothing is pushed twice, and the backend that served a call repeats it."""

@@ -112,7 +112,7 @@ def bind(state: State, shape: tuple[int, ...]) -> State:
 def to_dict(state: State) -> dict[str, Tensor]:
     """The tensors of a state under flat names: `mean`, `stats_long`, ..."""
     streams = {f"{name}_{part}": getattr(getattr(state, name), part) for name in STREAMS for part in PARTS}
-    return streams | {name: getattr(state, name) for name in _NUMBERS}
+    return {**streams, **{name: getattr(state, name) for name in _NUMBERS}}  # a form that older compilers trace
 
 
 def from_dict(tensors: dict[str, Tensor]) -> State:
