@@ -1,5 +1,6 @@
 """torch.utils.checkpoint: a network that is run again in backward learns exactly what it learns without it."""
 
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -8,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import streamnorm
-from streamnorm import GeneralBatchNorm, SampleNorm, StreamingNorm, TimeSpecificNorm, kernels
+from streamnorm import GRU, GeneralBatchNorm, SampleNorm, StreamingNorm, TimeSpecificNorm, backends, kernels
 from streamnorm.engine.compat import top_hooks as _top_hooks
 
 again = partial(checkpoint, use_reentrant=False)
@@ -242,19 +243,25 @@ def test_selective_checkpointing(norm):
     same(trained(Net(norm, selective)), trained(Net(norm, plainly)))
 
 
-def test_gradients_taken_within_a_segment_are_streamed_once():
+@pytest.mark.parametrize("make", [StreamingNorm, lambda size: GRU(size, size)], ids=["norm", "GRU"])
+@pytest.mark.parametrize("backend", [None, "plain"])
+def test_gradients_taken_within_a_segment_are_streamed_once(make, backend):
     def run(how):
         torch.manual_seed(0)
-        norm, x = StreamingNorm(3), torch.randn(5, 3, requires_grad=True)
+        layer, x = make(3), torch.randn(5, 3, requires_grad=True)
+
+        def call(x):
+            return layer(x.unsqueeze(1))[0].squeeze(1) if isinstance(layer, GRU) else layer(x)
 
         def segment(x):
             inner = x.detach().requires_grad_()
             with torch.enable_grad():
-                (slope,) = torch.autograd.grad(norm(inner).pow(2).sum(), inner)
-            return norm(x + slope)
+                (slope,) = torch.autograd.grad(call(inner).pow(2).sum(), inner)
+            return call(x + slope)
 
-        how(segment, x).pow(3).sum().backward()
-        return [x.grad, *norm.state_dict().values()]
+        with backends.use(backend) if backend else nullcontext():
+            how(segment, x).pow(3).sum().backward()
+        return [x.grad, *layer.state_dict().values()]
 
     same(run(again), run(plainly))
 
