@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from test_kernels import MACHINES, Operations, _one_thread, machine, needs_kernels  # noqa: F401
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
-from streamnorm import GRU, LSTM, RNN, StreamingNorm, attach, kernels
+from streamnorm import GRU, LSTM, RNN, StreamingNorm, attach, backends, kernels
 
 every_layer = pytest.mark.parametrize("make", [RNN, GRU])
 
@@ -350,3 +350,22 @@ def test_global_hooks_hear_the_norms():
     finally:
         handle.remove()
     assert heard.count(StreamingNorm) == 10
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: GRU(3, 5), "cpu serves whole sequences"),
+        (lambda: LSTM(3, 5), "A loop over timesteps serves this layer: backends have the RNN and the paper's GRU"),
+        (lambda: GRU(3, 5, norm=None), "it has no norms"),
+        (lambda: GRU(3, 5, batch_first=True).eval(), "evaluation can be differentiated twice. Of its norms: This call"),
+        (lambda: GRU(3, 5, norm=lambda size, **kw: StreamingNorm(size, p=3, **kw)), "p = 1 or 2. Of its norms: plain"),
+    ],
+)
+@needs_kernels
+def test_what_serves_a_sequence_is_explained(make, words):
+    """In words, and the layer is as it was."""
+    layer = make()
+    before = [value.clone() for value in layer.state_dict().values()]
+    assert words in backends.explain(layer, torch.randn(7, 4, 3))
+    assert all(torch.equal(a, b) for a, b in zip(before, layer.state_dict().values(), strict=True))

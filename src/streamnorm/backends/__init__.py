@@ -254,8 +254,8 @@ def explain(layer: Explained, x: Tensor, mask: Tensor | None = None) -> str:
     """Which backend serves a call of a layer, and why the faster ones do not, a sentence each. Changes nothing.
 
     Args:
-        layer: a norm, in the mode that is asked about.
-        x: an input of the call.
+        layer: a norm or a recurrent layer, in the mode that is asked about.
+        x: an input of the call; for a recurrent layer a padded sequence.
         mask: its mask, if there is one.
 
     Example:
@@ -264,9 +264,7 @@ def explain(layer: Explained, x: Tensor, mask: Tensor | None = None) -> str:
         plain serves this call. ...
     """
     if not hasattr(layer, "_explained"):
-        raise TypeError(
-            f"explain: {type(layer).__name__} is no norm of streamnorm; pass one, such as model[1] or gru.norms_l0.x[0]"
-        )
+        raise TypeError(f"explain: {type(layer).__name__} is no layer of streamnorm; pass a norm or a recurrent layer")
     return " ".join(layer._explained(x, mask))
 
 

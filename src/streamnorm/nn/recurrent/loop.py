@@ -5,7 +5,7 @@ after the other, so that a sample that has ended is simply not there. Padding is
 """
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -113,52 +113,94 @@ def run_packed(
     return output, tuple(final)
 
 
+class Whole(NamedTuple):
+    """A sequence that a backend computes in one call, as the loop would, hooks and all."""
+
+    backend: Any
+    norms: list[Any]
+    call: backends.Sequence
+    tensors: tuple[Tensor, Tensor, Tensor]  # products of the input, first hidden state, recurrent weight
+    affine: list[Any]
+
+
 def _in_one_call(
     gates: Gates, products: Tensor, sizes: Sequence[int], start: Hidden, f: Activation, reverse: bool
 ) -> tuple[Tensor, Hidden] | None:
-    """The whole sequence by a backend that computes the same as the loop, hooks and all; None if there is none."""
-    norms = _alike(gates, products, sizes, start)
-    if norms is None:
+    """The whole sequence, if a backend serves it; else None."""
+    whole = served(gates, products, sizes, start, f, reverse)
+    if isinstance(whole, str):
         return None
+    runner = whole.backend.sequences
+    opened = [norm._begin_sequence(runner) for norm in whole.norms]
+    streamed = [state for state, _ in opened], [receive for _, receive in opened]
+    output, final = run_sequence(*whole.tensors, whole.affine, whole.call, runner, *streamed)
+    return output, (final,)
+
+
+def served(
+    gates: Gates, products: Tensor, sizes: Sequence[int], start: Hidden, f: Activation, reverse: bool
+) -> Whole | str:
+    """How a sequence is computed in one call; or why it takes the loop, in a few words."""
+    norms = _alike(gates, products, sizes, start)
+    if isinstance(norms, str):
+        return norms
     training = norms[0]._collects
     if torch.is_grad_enabled():
-        # Evaluation can be differentiated twice by the loop. And where nothing that leads to a norm needs a gradient,
-        # nor gain and bias, none is streamed.
+        if not training:
+            return "evaluation can be differentiated twice"
+        # Where nothing that leads to a norm needs a gradient, nor gain and bias, none is streamed.
         reached = products.requires_grad and gates.weight.requires_grad
-        if not training or not (reached or all(norm.affine and norm.weight.requires_grad for norm in norms)):
-            return None
+        if not (reached or all(norm.affine and norm.weight.requires_grad for norm in norms)):
+            return "some norm gets no gradient"
     call = backends.Sequence(gates.kind.gates, f is torch.relu, reverse, training, tuple(sizes), norms[0].config)
     affine = [norm.weight for norm in norms] + [norm.bias for norm in norms]
     tensors = products, start[0], gates.weight
+    why = "no backend has whole sequences"
     for backend in backends.active().backends:
         runner = backend.sequences
-        if runner is None or runner.declines(call, tensors, affine) is not None:
+        if runner is None:
             continue
-        if all(norm._look(runner) is not None for norm in norms):
-            opened = [norm._begin_sequence(runner) for norm in norms]
-            streamed = [state for state, _ in opened], [receive for _, receive in opened]
-            output, final = run_sequence(*tensors, affine, call, runner, *streamed)
-            return output, (final,)
-    return None
+        declined = runner.declines(call, tensors, affine)
+        if declined is None and all(norm._look(runner) is not None for norm in norms):
+            return Whole(backend, norms, call, tensors, affine)
+        why = declined or "the state of a norm is not one that it can write into"
+    return why
 
 
-def _alike(gates: Gates, products: Tensor, sizes: Sequence[int], start: Hidden) -> list[Any] | None:
-    """The norms, if all of them stream in the same way and nothing else hangs on their calls."""
+def _alike(gates: Gates, products: Tensor, sizes: Sequence[int], start: Hidden) -> list[Any] | str:
+    """The norms, if all of them stream in the same way and nothing else hangs on their calls; else why not."""
     kind, size = gates.kind, gates.size
-    if kind not in (RNN_KIND, GRU_KIND) or gates.product != Linear() or gates.norms is None or transformed():
-        return None
+    if kind not in (RNN_KIND, GRU_KIND) or gates.product != Linear():
+        return "backends have the RNN and the paper's GRU on vectors"
+    if gates.norms is None or transformed():
+        return "it has no norms, or is transformed"
     # Backends know these sizes, and take the tensors at their word.
     wide, shapes = kind.gates * size, (products.shape, gates.weight.shape, start[0].shape)
     if shapes != ((sum(sizes), wide), (wide, size), (max(sizes), size)) or any(b is not None for b in gates.biases):
-        return None
+        return "a weight is of another size, or there is a bias beside those of the norms"
     norms: list[Any] = [*gates.norms.x, *gates.norms.h]
-    if len(set(norms)) < 2 * kind.gates:  # one norm for several products is called in another order
-        return None
-    if not all(type(norm) is StreamingNorm and not has_hooks(norm) and norm._scaler is None for norm in norms):
-        return None
+    if len(set(norms)) < 2 * kind.gates:  # called in another order
+        return "one norm serves several products"
+    if not all(type(norm) is StreamingNorm and norm.num_features == size for norm in norms):
+        return "not all norms are a StreamingNorm"
+    if not all(not has_hooks(norm) and norm._scaler is None for norm in norms):
+        return "a norm has hooks or a scaler"
     first = norms[0]
     same = all((norm.config, norm._collects) == (first.config, first._collects) for norm in norms)
-    return norms if same and all(norm.num_features == size for norm in norms) else None
+    return norms if same else "the norms have different settings or modes"
+
+
+def explained(gates: Gates, products: Tensor, batch: int, f: Activation) -> list[str]:
+    """What serves a sequence without padding, and why no backend has all of it, in sentences."""
+    start = tuple(products.new_zeros(batch, gates.size, *products.shape[2:]) for _ in range(gates.kind.states))
+    found = served(gates, products, [batch] * (len(products) // batch), start, f, False)
+    if not isinstance(found, str):
+        return [f"{found.backend.name} serves whole sequences of this layer."]
+    said = [f"A loop over timesteps serves this layer: {found}."]
+    if gates.norms is None:
+        return said
+    one: Any = gates.norms.x[0]
+    return [*said, f"Of its norms: {backends.explain(one, products[:batch, : gates.size])}"]
 
 
 def _late_zeros(gates: Gates, group: int, used: list[Any], like: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:

@@ -13,7 +13,7 @@ from ..base import Device, Norm, check_count
 from ..hints import hinted
 from ..streaming import StreamingNorm
 from .base import ACTIVATIONS, EitherGRU, RecurrentBase
-from .loop import run_packed
+from .loop import explained, run_packed
 from .packing import checked_lengths, checked_packing
 from .step import LSTM_KIND, RNN_KIND, Factory, Hidden, Linear, Product
 
@@ -79,6 +79,13 @@ class SequenceLayer(RecurrentBase):
                 finals.append(final)
             data = torch.cat(outputs, 1) if self.bidirectional else outputs[0]
         return data, tuple(torch.stack(states) for states in zip(*finals, strict=True))
+
+    def _explained(self, x: Tensor, mask: Tensor | None) -> list[str]:
+        """For `streamnorm.backends.explain`: of a padded sequence, by the first layer and direction."""
+        x = x.transpose(0, 1) if getattr(self, "batch_first", False) else x
+        gates, weight, bias = self._taken(self._suffixes[0], self.input_size, x)
+        products = self._input_products(x.flatten(0, 1), weight, bias)
+        return explained(gates, products, x.shape[1], ACTIVATIONS[self.nonlinearity])
 
     def _check_norms(self, data: Tensor, sizes: list[int]) -> None:
         """Ask the norms before the first timestep whether they can take the smallest."""
