@@ -1,7 +1,6 @@
 """A model's norms become ours: the same parameters, mode, hooks and places, and the statistics it was trained with."""
 
-from collections.abc import Callable, Iterator, Sequence
-from fnmatch import fnmatchcase
+from collections.abc import Callable
 from functools import partial
 from itertools import chain
 from typing import Any, TypeVar, cast
@@ -16,10 +15,22 @@ from ..engine.merging import WORLD
 from ..nn.base import Norm
 from ..nn.batch import GeneralBatchNorm, TimeSpecificNorm
 from ..nn.streaming import StreamingNorm
-from .places import Place, Places, Report, find_places, is_compiled, names_of, opened, returned, say, swap, title
+from .places import (
+    Place,
+    Report,
+    Skip,
+    find_places,
+    is_compiled,
+    names_of,
+    opened,
+    returned,
+    say,
+    skipped_by,
+    swap,
+    title,
+)
 
 Model = TypeVar("Model", bound=nn.Module)
-Skip = str | Sequence[str] | Callable[[str, nn.Module], bool] | None
 
 NORMS = (torch_norm_base, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, Norm)
 KNOWN = (nn.BatchNorm1d, nn.SyncBatchNorm, nn.InstanceNorm1d, nn.LayerNorm, nn.GroupNorm)
@@ -71,7 +82,7 @@ def convert(
         norm = norm if norm.args else norm.func
     root = opened(model, "convert", inplace)
     places = find_places(root)
-    skipped = _skipped(skip, places)
+    skipped = skipped_by(skip, places, NORMS)
     replacements: dict[nn.Module, nn.Module] = {}
     lines = []
     for old, where in places.items():
@@ -189,29 +200,3 @@ def _features(norm: nn.Module) -> int:
 def _first_tensor(model: nn.Module) -> Tensor | None:
     """For type and place of norms that have no tensor of their own."""
     return next((t for t in chain(model.parameters(), model.buffers()) if t.is_floating_point()), None)
-
-
-def _skipped(skip: Skip, places: Places) -> set[nn.Module]:
-    """The modules to leave alone; naming a module means everything in it."""
-    if skip is None:
-        return set()
-    named = [(place.name, module) for module, where in places.items() for place in where]
-    if callable(skip):
-        return {module for name, module in named if isinstance(module, NORMS) and skip(name, module)}
-    patterns = [skip] if isinstance(skip, str) else list(skip)
-    chosen = set()
-    for pattern in patterns:
-        if not isinstance(pattern, str):
-            raise TypeError(f"skip={skip!r}: pass names or patterns of modules, or a function (name, module) -> bool")
-        found = {m for name, m in named if any(fnmatchcase(part, pattern) for part in _prefixes(name))}
-        if not found:
-            raise ValueError(f"skip={pattern!r} names no module of the model: see model.named_modules()")
-        chosen |= found
-    return chosen
-
-
-def _prefixes(name: str) -> Iterator[str]:
-    """A name and those of the modules that it is in."""
-    while name:
-        yield name
-        name = name.rpartition(".")[0]

@@ -1,7 +1,8 @@
 """Surgery on a model: where its modules are, and one module in the place of another."""
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from torch import nn
@@ -10,6 +11,7 @@ from ..engine.compat import move_hooks, uncompiled
 from ..nn.encoders import leave_fast_path
 
 Report = Callable[[str], object] | None
+Skip = str | Sequence[str] | Callable[[str, nn.Module], bool] | None
 
 # By the names of classes, so that nothing has to be imported to look for them.
 REFUSED = {
@@ -73,8 +75,8 @@ def title(norm: nn.Module) -> str:
     return f"{type(norm).__name__}({inside})"
 
 
-def say(report: Report, lines: list[str], model: nn.Module) -> None:
-    for line in lines or [f"{type(model).__name__} has no norm to replace"]:
+def say(report: Report, lines: list[str], model: nn.Module, nothing: str = "norm to replace") -> None:
+    for line in lines or [f"{type(model).__name__} has no {nothing}"]:
         if report is not None:
             report(line)
 
@@ -97,3 +99,29 @@ def swap(model: nn.Module, places: Places, replacements: Mapping[nn.Module, nn.M
         for name, child in parent.named_children():
             leave_fast_path(parent, name, child, replaced.__contains__)
     return replacements.get(model, model)
+
+
+def skipped_by(skip: Skip, places: Places, kinds: tuple[type[nn.Module], ...]) -> set[nn.Module]:
+    """The modules to leave alone; naming one means everything in it. A function is asked about those of `kinds`."""
+    if skip is None:
+        return set()
+    named = [(place.name, module) for module, where in places.items() for place in where]
+    if callable(skip):
+        return {module for name, module in named if isinstance(module, kinds) and skip(name, module)}
+    patterns = [skip] if isinstance(skip, str) else list(skip)
+    chosen = set()
+    for pattern in patterns:
+        if not isinstance(pattern, str):
+            raise TypeError(f"skip={skip!r}: pass names or patterns of modules, or a function (name, module) -> bool")
+        found = {m for name, m in named if any(fnmatchcase(part, pattern) for part in _prefixes(name))}
+        if not found:
+            raise ValueError(f"skip={pattern!r} names no module of the model: see model.named_modules()")
+        chosen |= found
+    return chosen
+
+
+def _prefixes(name: str) -> Iterator[str]:
+    """A name and those of the modules that it is in."""
+    while name:
+        yield name
+        name = name.rpartition(".")[0]
