@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .convert.convert import convert
     from .convert.deploy import to_batchnorm
     from .convert.folding import fuse
+    from .convert.standardize import remove_weight_standardization, weight_standardize
     from .core import NormRef
     from .engine import attach, paused
     from .nn import (
@@ -63,8 +64,10 @@ __all__ = [
     "fuse",
     "monitor",
     "paused",
+    "remove_weight_standardization",
     "to_batchnorm",
     "update_stats",
+    "weight_standardize",
 ]
 
 # The folders whose `__init__` has the public names.

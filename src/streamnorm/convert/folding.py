@@ -18,6 +18,7 @@ from ..nn.batch import TimeSpecificNorm
 from ..nn.recurrent.base import RecurrentBase
 from .deploy import FixedAffine, constants, deployed, run_example
 from .places import Places, Report, find_places, names_of, opened, returned, say, swap, title
+from .standardize import bake
 
 Model = TypeVar("Model", bound=nn.Module)
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -33,13 +34,14 @@ def fuse(model: Model, *, example: Any = None, inplace: bool = False, report: Re
     """A copy of a model for deployment whose norms are folded into the convolution or linear layer before them.
 
     That is done where a layer feeds the norm and nothing else, and the norm has no location; the norm becomes
-    `nn.Identity`. The other norms become what `to_batchnorm` makes of them. Evaluation is the same.
+    `nn.Identity`. The other norms become what `to_batchnorm` makes of them. Weights that `weight_standardize` computes
+    become ordinary ones first. Evaluation is the same.
 
     Args:
         model: a model with norms of streamnorm.
         example: as in `to_batchnorm`.
         inplace: True changes the model itself; folded layers get new Parameter objects.
-        report: gets a line for each norm.
+        report: gets a line for each norm, and for each weight that was standardized.
 
     Example:
         >>> from streamnorm import StreamingNorm
@@ -49,7 +51,8 @@ def fuse(model: Model, *, example: Any = None, inplace: bool = False, report: Re
     """
     root = opened(model, "fuse", inplace)
     before = run_example(root, example)
-    places = find_places(root)
+    baked = bake(find_places(root))
+    places = find_places(root)  # a layer that was parametrized has lost what it held
     replacements, lines = deployed(root, places)
     folded: dict[nn.Module, dict[str, nn.Parameter]] = {}
     for layer, norm in _pairs(root, places).items():
@@ -67,7 +70,7 @@ def fuse(model: Model, *, example: Any = None, inplace: bool = False, report: Re
             "fuse: the model gives something else for the example than before, so it uses a folded layer in a way that "
             "tracing did not see: use to_batchnorm" + (", and load the weights again" if inplace else "")
         )
-    say(report, list(lines.values()), root)
+    say(report, [*baked, *lines.values()], root)
     return cast(Model, returned(model, root, changed, inplace))
 
 
