@@ -23,19 +23,24 @@ Skip = str | nn.Module | Iterable[str | nn.Module] | Callable[[str, nn.Module], 
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, *TRANSPOSED)
 FORWARDS = {kind.forward for kind in LAYERS}
-PROBES = 1024  # elements of a raw weight that are compared before a kept result is used again
+WATCHED = 512  # elements of a raw weight that are compared before a kept result is used again
 NOTHING = "weight to standardize"
 
 
 class _Kept(NamedTuple):
-    """A result, and what it was computed from; holding on to that memory keeps its address from being used again."""
+    """A result, and what it was computed from."""
 
     raw: Tensor
-    memory: Tensor
     key: tuple[Any, ...]
-    probes: Tensor
+    watched: Tensor  # elements of the raw weight; its memory stays alive by them, so the address cannot be used again
+    copied: Tensor  # those elements as they were
     result: Tensor
     version: int
+
+    def serves(self, raw: Tensor) -> bool:
+        """Whether nothing has been written to the raw weight, nor to the result."""
+        same = self.raw is raw and self.key == _key(raw) and version_of(self.result) == self.version
+        return same and torch.equal(self.watched, self.copied)
 
 
 class Standardized(nn.Module):
@@ -61,15 +66,17 @@ class Standardized(nn.Module):
         self._kept: _Kept | None = None
 
     def forward(self, raw: Tensor) -> Tensor:
-        if self.training or torch.is_grad_enabled() or torch.compiler.is_compiling() or not _can_be_kept(raw):
+        if torch.compiler.is_compiling() or torch.is_grad_enabled():
             return self._standardized(raw)
-        kept, key = self._kept, _key(raw)
-        if kept is None or not _serves(kept, raw, key):
-            with torch.inference_mode(False), torch.no_grad():  # it may outlive an inference mode
-                result = self._standardized(raw)
-                kept = _Kept(raw, raw.detach(), key, _probes(raw).clone(), result, version_of(result))
-            self._kept = kept
-        return kept.result
+        kept = self._kept
+        if kept is not None and kept.serves(raw):
+            return kept.result
+        if self.training or not _can_be_kept(raw):
+            return self._standardized(raw)
+        with torch.inference_mode(False), torch.no_grad():  # it may outlive an inference mode
+            result, watched = self._standardized(raw), _watched(raw)
+            self._kept = _Kept(raw, _key(raw), watched, watched.clone(), result, version_of(result))
+        return result
 
     def _standardized(self, raw: Tensor) -> Tensor:
         # A layer norm without gain and bias, over the filters: one kernel, and float32 inside of half precision.
@@ -110,19 +117,13 @@ def _key(raw: Tensor) -> tuple[Any, ...]:
     return raw.data_ptr(), version_of(raw), raw.dtype, raw.shape, raw.stride()
 
 
-def _probes(raw: Tensor) -> Tensor:
+def _watched(raw: Tensor) -> Tensor:
     """Elements at equal distances in memory, all of them if they are few.
 
     A write through `.data` or NumPy counts no version.
     """
-    step = max(1, raw.numel() // PROBES)
+    step = max(1, raw.numel() // WATCHED)
     return raw.detach().as_strided((raw.numel() // step,), (step,))
-
-
-def _serves(kept: _Kept, raw: Tensor, key: tuple[Any, ...]) -> bool:
-    """Whether nothing has been written to the raw weight, nor to the result."""
-    same = kept.raw is raw and kept.key == key and version_of(kept.result) == kept.version
-    return same and torch.equal(kept.probes, _probes(raw))
 
 
 def weight_standardize(model: Model, *, eps: float = 1e-5, skip: Skip = None, report: Report = print) -> Model:
