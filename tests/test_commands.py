@@ -30,6 +30,7 @@ RUN_BY = {
     "benchmarks/nets.py": "test_docs.py::test_every_case_of_the_benchmark_runs",
     "benchmarks/plot.py": "test_commands.py::test_the_figures_of_the_benchmark",
     "benchmarks/sequence_length.py": "test_docs.py::test_the_benchmark_of_sequence_length",
+    "benchmarks/standardize.py": "test_standardize.py::test_the_benchmark",
     "examples/char_model.py": "test_docs.py::test_the_character_model_goes_on_where_it_stopped",
     "examples/digits.py": "test_docs.py::test_the_demo",
     "examples/distributed.py": "test_distributed.py::test_the_loss_of_a_worker_changes_nothing",

@@ -4,7 +4,10 @@ import copy
 import functools
 import io
 import pickle
+import subprocess
+import sys
 import warnings
+from pathlib import Path
 
 import oracle_standardize as oracle
 import pytest
@@ -18,6 +21,7 @@ from streamnorm import StreamingNorm
 from streamnorm.convert import standardize
 from streamnorm.convert.standardize import Standardized
 
+ROOT = Path(__file__).parent.parent
 weight_standardize = functools.partial(streamnorm.weight_standardize, report=None)
 remove = functools.partial(streamnorm.remove_weight_standardization, report=None)
 fuse = functools.partial(streamnorm.fuse, report=None)
@@ -579,3 +583,14 @@ def test_onnx(tmp_path):
         session = runtime.InferenceSession(str(tmp_path / name))
         (y,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
         assert torch.allclose(torch.from_numpy(y), model(x), atol=1e-5)
+
+
+def test_the_benchmark():
+    """The rows of the page are those that it prints."""
+    command = [sys.executable, "benchmarks/standardize.py", "--rounds", "2", "--batches", "1", "32"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+    page = (ROOT / "docs/weight_standardization.md").read_text()
+    rows = done.stdout.splitlines()
+    assert len(rows) == 8
+    for row in rows:
+        assert "|".join(row.split("|")[:3]) in page
