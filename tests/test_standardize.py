@@ -298,38 +298,7 @@ def test_weights_that_layers_share():
     assert torch.equal(fused[3][0], reader[0])
 
 
-# ---- kept in evaluation, and never an old one -----------------------------------------------------------------------
-
-
-@pytest.fixture
-def computed(monkeypatch):
-    """A list that grows with each time that a weight is standardized."""
-    times, compute = [], Standardized._standardized
-    monkeypatch.setattr(Standardized, "_standardized", lambda self, raw: times.append(1) or compute(self, raw))
-    return times
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_in_evaluation_it_is_computed_once(computed, mode):
-    layer = weight_standardize(nn.Conv2d(3, 4, 3)).eval()
-    computed.clear()
-    with mode():
-        outputs = [layer(torch.ones(1, 3, 5, 5)) for _ in range(5)]
-    assert len(computed) == 1
-    assert all(torch.equal(y, outputs[0]) for y in outputs)
-    with torch.no_grad():
-        kept = layer.weight
-    assert not kept.is_inference()
-    layer(torch.ones(1, 3, 5, 5, requires_grad=True)).sum().backward()  # with gradients it is computed for each call
-    assert raw(layer).grad is not None
-
-
-def test_in_training_it_is_computed_for_each_call(computed):
-    layer = weight_standardize(nn.Linear(3, 4))
-    computed.clear()
-    with torch.no_grad():
-        layer(torch.ones(1, 3)), layer(torch.ones(1, 3))
-    assert len(computed) == 2
+# ---- of the raw weight as it is now ----------------------------------------------------------------------------------
 
 
 def averaged(layer):
@@ -414,19 +383,17 @@ def test_a_call_with_other_weights_gets_those():
         assert torch.allclose(y, x @ Standardized()(w).T + layer.bias, atol=1e-5)
 
 
-def test_nothing_of_it_is_copied_or_saved():
+def test_copies_have_weights_of_their_own():
     layer = weight_standardize(nn.Linear(3, 4)).eval()
     with torch.no_grad():
         layer(torch.ones(1, 3))
         twin = copy.deepcopy(layer)
-        assert layer.parametrizations.weight[0]._kept is not None
-        assert twin.parametrizations.weight[0]._kept is None
         raw(twin).normal_()
         assert torch.equal(twin.weight, expected(twin))
         assert torch.equal(layer.weight, expected(layer))
     assert set(layer.state_dict()) == {"bias", "parametrizations.weight.original"}
     again = pickle.loads(pickle.dumps(layer.parametrizations.weight[0]))
-    assert (again.eps, again.groups, again._kept) == (1e-5, None, None)
+    assert (again.eps, again.groups) == (1e-5, None)
     with pytest.raises(RuntimeError, match="only supported through state_dict"):  # torch's rule for parametrizations
         pickle.dumps(layer)
     pickle.dumps(remove(layer))

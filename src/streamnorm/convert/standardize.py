@@ -4,7 +4,7 @@ It is a parametrization of torch's: the raw weight is what is trained and saved,
 """
 
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -12,9 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils import parametrize
 
-from ..backends.memory import is_ordinary
 from ..core.config import is_number
-from ..engine.compat import is_rewritten, version_of
 from .places import Place, Places, Report, find_places, names_of, opened, say, skipped_by
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -23,30 +21,11 @@ Skip = str | nn.Module | Iterable[str | nn.Module] | Callable[[str, nn.Module], 
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, *TRANSPOSED)
 FORWARDS = {kind.forward for kind in LAYERS}
-WATCHED = 512  # elements of a raw weight that are compared before a kept result is used again
 NOTHING = "weight to standardize"
-
-
-class _Kept(NamedTuple):
-    """A result, and what it was computed from."""
-
-    raw: Tensor
-    key: tuple[Any, ...]
-    watched: Tensor  # elements of the raw weight; its memory stays alive by them, so the address cannot be used again
-    copied: Tensor  # those elements as they were
-    result: Tensor
-    version: int
-
-    def serves(self, raw: Tensor) -> bool:
-        """Whether nothing has been written to the raw weight, nor to the result."""
-        same = self.raw is raw and self.key == _key(raw) and version_of(self.result) == self.version
-        return same and torch.equal(self.watched, self.copied)
 
 
 class Standardized(nn.Module):
     """W -> (W - mean) / sqrt(var + eps), over the fan-in of each output filter.
-
-    In evaluation without gradients, on the CPU, the result is kept until the raw weight changes.
 
     Args:
         eps: added to the variance.
@@ -63,22 +42,8 @@ class Standardized(nn.Module):
         super().__init__()
         check_eps(eps)
         self.eps, self.groups = float(eps), groups
-        self._kept: _Kept | None = None
 
     def forward(self, raw: Tensor) -> Tensor:
-        if torch.compiler.is_compiling() or torch.is_grad_enabled():
-            return self._standardized(raw)
-        kept = self._kept
-        if kept is not None and kept.serves(raw):
-            return kept.result
-        if self.training or not _can_be_kept(raw):
-            return self._standardized(raw)
-        with torch.inference_mode(False), torch.no_grad():  # it may outlive an inference mode
-            result, watched = self._standardized(raw), _watched(raw)
-            self._kept = _Kept(raw, _key(raw), watched, watched.clone(), result, version_of(result))
-        return result
-
-    def _standardized(self, raw: Tensor) -> Tensor:
         # A layer norm without gain and bias, over the filters: one kernel, and float32 inside of half precision.
         if self.groups is None:
             return F.layer_norm(raw, raw.shape[1:], eps=self.eps).to(raw.dtype)
@@ -92,38 +57,8 @@ class Standardized(nn.Module):
         """What is assigned to the weight of the layer becomes the raw weight."""
         return weight
 
-    def train(self, mode: bool = True) -> "Standardized":
-        self._kept = None
-        return super().train(mode)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_kept": None}
-
     def extra_repr(self) -> str:
         return f"eps={self.eps:g}" + ("" if self.groups is None else f", groups={self.groups}")
-
-
-def _can_be_kept(raw: Tensor) -> bool:
-    """Elsewhere than on the CPU, comparing would wait for the device, which costs more than to compute again."""
-    return raw.is_cpu and is_ordinary(raw) and not raw.is_inference() and not is_rewritten() and _is_dense(raw)
-
-
-def _is_dense(raw: Tensor) -> bool:
-    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-    return raw.is_contiguous() or (raw.ndim in formats and raw.is_contiguous(memory_format=formats[raw.ndim]))
-
-
-def _key(raw: Tensor) -> tuple[Any, ...]:
-    return raw.data_ptr(), version_of(raw), raw.dtype, raw.shape, raw.stride()
-
-
-def _watched(raw: Tensor) -> Tensor:
-    """Elements at equal distances in memory, all of them if they are few.
-
-    A write through `.data` or NumPy counts no version.
-    """
-    step = max(1, raw.numel() // WATCHED)
-    return raw.detach().as_strided((raw.numel() // step,), (step,))
 
 
 def weight_standardize(model: Model, *, eps: float = 1e-5, skip: Skip = None, report: Report = print) -> Model:
@@ -208,7 +143,7 @@ def bake(places: Places) -> list[str]:
         key = id(raw), standardization.eps, standardization.groups
         if key not in baked:
             with torch.no_grad():
-                baked[key] = nn.Parameter(standardization._standardized(raw.detach()), raw.requires_grad)
+                baked[key] = nn.Parameter(standardization(raw.detach()), raw.requires_grad)
         made.append(baked[key])
     for layer, weight in zip(layers, made, strict=True):
         _take_off(layer)
