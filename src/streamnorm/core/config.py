@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from math import isfinite
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 from .reference import CODES, NormRef, resolve
 
@@ -94,7 +94,6 @@ def from_text(text: str) -> Config:
     return Config(**values | {"ref": NormRef(*values["ref"])})
 
 
-AnyStatistic = TypeVar("AnyStatistic", bound=Statistic)
 STATISTIC = tuple(field.name for field in fields(Statistic))
 SETTINGS = tuple(field.name for field in fields(Config))
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .. import backends
-from ..backends import H1, H2, Plan
+from ..backends import H2, Plan
 from ..core.config import Statistic
 from ..core.statistics import Center, Moments, differentiable_measure, masked, normalize
 from . import compat
@@ -167,6 +167,3 @@ def run_sequence(
     """
     output, final = RunSequence.apply(products, start, weight, call, backend, states, receivers, *affine)  # type: ignore[no-untyped-call]
     return output, final
-
-
-__all__ = ["H1", "H2", "Normalize", "evaluate", "normalize_mini_batch", "normalize_ordinary", "run_sequence", "stream"]

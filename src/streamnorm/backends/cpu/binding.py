@@ -14,8 +14,10 @@ import torch  # before the kernels, which use the threads of the OpenMP runtime 
 from torch import Tensor
 from torch.nn import Parameter
 
-from ...core.config import CENTERS, SETTINGS, Config
+from ...core.config import CENTERS, SETTINGS, Config, Statistic
+from ...core.reference import CODES
 from ...core.state import FIELDS, H1, H2, PARTS, State, Stream, dtype_of, new_stream, shape_of, to_dict, write_stream
+from .. import unknown_settings
 from ..memory import has_memory, is_plain
 
 _native: Any
@@ -55,6 +57,16 @@ def missing() -> str | None:
     if mismatch:
         return "the C++ kernels were built from another version of streamnorm: run pip install again"
     return "the C++ kernels are not built: there was no compiler when streamnorm was installed"
+
+
+def unserved(config: Statistic) -> str | None:
+    """Which setting layers and sequences do not serve, in a few words."""
+    reasons = {
+        f"it has p = 1 and 2, not {config.p:g}": config.p not in (1, 2),
+        "it has one statistic per channel (BA1)": config.ref != CODES["BA1"],
+        "a setting is new to it": unknown_settings(config, (*KNOWN, "ref")),
+    }
+    return next((reason for reason, applies in reasons.items() if applies), None)
 
 
 def settings_record(config: Config) -> bytes:

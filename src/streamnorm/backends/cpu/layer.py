@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from ...core.config import Config
-from ...core.reference import CODES
 from ...core.state import State, write_stream
-from .. import H2, Gradients, Plan, Result, Signature, unknown_settings
+from .. import H2, Gradients, Plan, Result, Signature
 from ..memory import as_laid_out, is_vector
 from . import binding
 from .binding import Layout, Looked, Readers, address, all_plain, still, suits
@@ -40,18 +39,16 @@ class Cpu:
         return binding.missing()
 
     def declines(self, call: Signature) -> str | None:
-        config = call.config
+        config, unserved = call.config, binding.unserved(call.config)
         types = {call.dtype, call.stored, call.gain, call.bias} - {None}
         reasons = {
             "it serves streaming layers": not isinstance(config, Config),
             f"it serves the CPU, not {call.device}": call.device != "cpu",
             "it serves float32 throughout": types != {torch.float32},
-            f"it has p = 1 and 2, not {config.p:g}": config.p not in (1, 2),
-            "it has one statistic per channel (BA1)": config.ref != CODES["BA1"],
+            unserved or "": unserved,
             "it takes no mask": call.masked,
             "the input is neither contiguous nor channels last": call.layout == "other" and not call.compiled,
             "a tensor is not an ordinary one in memory": not call.ordinary,
-            "a setting is new to it": unknown_settings(config, (*binding.KNOWN, "ref")),
         }
         return next((reason for reason, applies in reasons.items() if applies), None)
 

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...core.reference import CODES
 from ...core.state import State, write_stream
 from .. import H2, Sequence
 from ..memory import as_laid_out, has_memory, is_plain
@@ -29,7 +28,7 @@ class Sequences:
     def declines(self, call: Sequence, tensors: Many[Tensor], affine: Many[Any]) -> str | None:
         """`tensors`: products of the input, first hidden state, recurrent weight. All have the sizes that they need."""
         hidden = tensors[2].shape[1]
-        if call.gates not in (1, 3) or call.config.ref != CODES["BA1"] or call.config.p not in (1, 2):
+        if call.gates not in (1, 3) or binding.unserved(call.config):
             return "it serves the RNN and the paper's GRU, with one statistic per channel and p = 1 or 2"
         if not all(is_plain(t, torch.float32) and t.is_contiguous() and has_memory(t) for t in tensors):
             return "it serves ordinary, contiguous float32 tensors"
