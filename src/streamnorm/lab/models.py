@@ -9,14 +9,22 @@ from functools import partial
 from itertools import pairwise
 from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
 
-from .. import GRU, RNN, GeneralBatchNorm, SampleNorm, StreamingNorm, TimeSpecificNorm
+from .. import GRU, RNN, GeneralBatchNorm, SampleNorm, StreamingNorm, TimeSpecificNorm, weight_standardize
+from . import peers
+from .peers import Nothing, activation_for, end_for
 from .runs import Norm, Run
 
 Make = Callable[[int, int], nn.Module]
 SIDE = 32  # of an image
+HEAD = "head"  # the name of a last layer, which no norm follows
+PEERS: dict[str, Callable[..., nn.Module]] = {
+    "renorm": peers.BatchRenorm,
+    "online": peers.OnlineNorm,
+    "mabn": peers.MovingAverageBatchNorm,
+    "frn": peers.FilterResponseNorm,
+}
 
 
 def make_norm(norm: Norm, channels: int, steps: int, **place: object) -> nn.Module:
@@ -33,27 +41,34 @@ def make_norm(norm: Norm, channels: int, steps: int, **place: object) -> nn.Modu
         return StreamingNorm(channels, **own, **common)
     if norm.kind == "group":
         return GroupNorm(4, channels, eps=norm.eps)
-    if norm.kind == "none":
-        return Nothing()
-    raise ValueError(f"norm kind {norm.kind!r}: must be sample, batch, timed, streaming, group or none")
+    if norm.kind in PEERS:
+        return PEERS[norm.kind](channels, **({"schedule": norm.schedule} if norm.schedule else {}), **place)
+    if norm.kind in ("none", "zero"):
+        return Nothing() if norm.kind == "none" else peers.ZeroBranch()
+    known = ", ".join(["sample, batch, timed, streaming", *PEERS, "zero"])
+    raise ValueError(f"norm kind {norm.kind!r}: must be {known}, group or none")
 
 
 class GroupNorm(nn.GroupNorm):
     """Called as the other norms are."""
 
-    def forward(self, x: Tensor, step: int = 0) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None = None, step: int = 0) -> Tensor:
         return super().forward(x)
-
-
-class Nothing(nn.Module):
-    """In the place of a norm."""
-
-    def forward(self, x: Tensor, step: int = 0) -> Tensor:
-        return x
 
 
 def build(run: Run, symbols: int = 0) -> nn.Module:
     """The network of a run; `symbols`: those of the text. Seed torch first: the weights are drawn here."""
+    model = _net(run, symbols)
+    if run.net == "resnet" or run.norm.kind == "zero":
+        peers.start_as_he(model, skip=HEAD)
+    if run.norm.kind == "mabn":
+        peers.centralize(model, skip=HEAD)
+    if run.standardized:
+        weight_standardize(model, skip=lambda name, layer: name.split(".")[-1] == HEAD, report=None)
+    return model
+
+
+def _net(run: Run, symbols: int) -> nn.Module:
     make = partial(make_norm, run.norm)
     if run.net == "A":
         return NetA(make, run.width)
@@ -63,9 +78,11 @@ def build(run: Run, symbols: int = 0) -> nn.Module:
         return NetD(make, run.width, run.unroll[0])
     if run.net == "rows":
         return NetRows(run)
+    if run.net == "resnet":
+        return ResNet(make, run.width)
     if run.is_text:
         return CharModel(run, symbols)
-    raise ValueError(f"net {run.net!r}: must be A, C, D, rows, rnn or gru")
+    raise ValueError(f"net {run.net!r}: must be A, C, D, resnet, rows, rnn or gru")
 
 
 class NetA(nn.Module):
@@ -76,12 +93,13 @@ class NetA(nn.Module):
         sizes = [3 * SIDE * SIDE, width, width, width]
         self.products = nn.ModuleList(nn.Linear(a, b, bias=False) for a, b in pairwise(sizes))
         self.norms = nn.ModuleList(make(size, 1) for size in sizes[1:])
+        self.activations = nn.ModuleList(map(activation_for, self.norms))
         self.head = nn.Linear(width, 10)
 
     def forward(self, x: Tensor) -> Tensor:
         h = x.flatten(1)
-        for product, norm in zip(self.products, self.norms, strict=True):
-            h = torch.relu(norm(product(h)))
+        for product, norm, activation in zip(self.products, self.norms, self.activations, strict=True):
+            h = activation(norm(product(h)))
         return cast(Tensor, self.head(h))
 
 
@@ -90,10 +108,10 @@ class Transition(nn.Module):
 
     def __init__(self, norm: nn.Module, convolution: nn.Module) -> None:
         super().__init__()
-        self.norm, self.convolution = norm, convolution
+        self.norm, self.activation, self.convolution = norm, activation_for(norm), convolution
 
     def forward(self, h: Tensor, step: int = 0) -> Tensor:
-        return cast(Tensor, self.convolution(torch.relu(self.norm(h, step=step))))
+        return cast(Tensor, self.convolution(self.activation(self.norm(h, step=step))))
 
 
 class Block(nn.Module):
@@ -103,9 +121,10 @@ class Block(nn.Module):
         super().__init__()
         self.one = Transition(make(width, steps), conv3x3(width, width))
         self.two = Transition(make(width, steps), conv3x3(width, width))
+        self.end = end_for(self.two.norm)
 
     def forward(self, h: Tensor, step: int = 0) -> Tensor:
-        return cast(Tensor, h + self.two(self.one(h, step), step))
+        return cast(Tensor, h + self.end(self.two(self.one(h, step), step)))
 
 
 class Readout(nn.Module):
@@ -114,9 +133,10 @@ class Readout(nn.Module):
     def __init__(self, make: Make, width: int) -> None:
         super().__init__()
         self.norm, self.head = make(width, 1), nn.Linear(width, 10)
+        self.activation = activation_for(self.norm)
 
     def forward(self, h: Tensor) -> Tensor:
-        return cast(Tensor, self.head(torch.relu(self.norm(h)).mean((2, 3))))
+        return cast(Tensor, self.head(self.activation(self.norm(h)).mean((2, 3))))
 
 
 class NetC(nn.Module):
@@ -169,13 +189,54 @@ class NetD(nn.Module):
         return cast(Tensor, self.readout(two))
 
 
+class ResNet(nn.Module):
+    """ResNet-8: Conv3x3 - norm - ReLU, three stages of one basic block each, average over space, Linear.
+
+    The stages have width, 2 width and 4 width channels; the second and the third halve the side of the image.
+    """
+
+    def __init__(self, make: Make, width: int) -> None:
+        super().__init__()
+        self.stem, self.norm = conv3x3(3, width), make(width, 1)
+        self.activation = activation_for(self.norm)
+        sizes = [width, width, 2 * width, 4 * width]
+        self.stages = nn.Sequential(*(BasicBlock(make, a, b) for a, b in pairwise(sizes)))
+        self.head = nn.Linear(sizes[-1], 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.stages(self.activation(self.norm(self.stem(x))))
+        return cast(Tensor, self.head(h.mean((2, 3))))
+
+
+class BasicBlock(nn.Module):
+    """ReLU(N2(Conv(ReLU(N1(Conv(h))))) + shortcut(h)), with N3(Conv1x1(h)) for a shortcut where the shape changes."""
+
+    def __init__(self, make: Make, inputs: int, outputs: int) -> None:
+        super().__init__()
+        stride = 1 if inputs == outputs else 2
+        self.one, self.norm_one = conv3x3(inputs, outputs, stride), make(outputs, 1)
+        self.two, self.norm_two = conv3x3(outputs, outputs), make(outputs, 1)
+        self.inner, self.outer, self.end = (
+            activation_for(self.norm_one),
+            activation_for(self.norm_two),
+            end_for(self.norm_two),
+        )
+        self.shortcut = nn.Sequential()
+        if stride > 1:
+            self.shortcut = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride=stride), make(outputs, 1))
+
+    def forward(self, h: Tensor) -> Tensor:
+        branch = self.norm_two(self.two(self.inner(self.norm_one(self.one(h)))))
+        return cast(Tensor, self.outer(self.end(branch) + self.shortcut(h)))
+
+
 class NetRows(nn.Module):
     """An RNN that reads an image from the top, a strip of `chunk` rows at a step, and a Linear on its last state."""
 
     def __init__(self, run: Run) -> None:
         super().__init__()
         self.strip = run.chunk
-        norm = None if run.norm.kind == "none" else partial(make_norm, run.norm, steps=SIDE // run.chunk)
+        norm = None if run.norm.kind in ("none", "zero") else partial(make_norm, run.norm, steps=SIDE // run.chunk)
         self.recurrent = RNN(3 * SIDE * run.chunk, run.width, norm=norm)
         self.head = nn.Linear(run.width, 10)
 

@@ -8,14 +8,17 @@ from typing import Any
 # Raised when the training loop changes what a run means: older results then do not count as the same run.
 LOOP_VERSION = 1
 IMAGES = {"cifar10": 50_000, "digits": 1_437}  # how many there are to train on; any other name of data is a text
+# Settings that came later than the first results, as JSON has them where they are off.
+NORM_LATER: dict[str, Any] = {"guard": False, "schedule": []}
+RUN_LATER: dict[str, Any] = {"side": 32, "held_out": 0, "standardized": False, "decay": 0.0}
 
 
 @dataclass(frozen=True)
 class Norm:
     """A normalization as data.
 
-    `kind`: "sample", "batch", "timed" (time-specific batch norm), "streaming", "group" (torch's own, four groups) or
-    "none".
+    `kind`: "sample", "batch", "timed" (time-specific batch norm), "streaming", "group" (torch's own, four groups),
+    "none", or a norm of `peers`: "renorm", "online", "mabn", "frn" and "zero" (none, with branches that begin at zero).
     """
 
     kind: str
@@ -28,19 +31,20 @@ class Norm:
     momentum: float = 0.1  # of the running estimates of batch norms
     eps: float = 1e-5
     guard: bool = False  # ours, not the paper's; figures of the paper do without
+    schedule: tuple[int, ...] = ()  # of "renorm" and "mabn", in calls: see there
 
 
 @dataclass(frozen=True)
 class Run:
     """One training of one network. Two runs are the same if all of this is, and the data too."""
 
-    net: str  # "A", "C" (B is C with unroll 1, 1), "D", "rows" (an RNN over images), "rnn" or "gru"
+    net: str  # "A", "C" (B is C with unroll 1, 1), "D", "resnet", "rows" (an RNN over images), "rnn" or "gru"
     norm: Norm
     samples: int = 32  # per batch; of a text: parallel streams
     batches: int = 1  # per weight update
     unroll: tuple[int, int] = (1, 1)  # k1, k2 of net C; k, unused of net D
     tied: bool = True  # whether the unrolled steps of net C share their weights
-    width: int = 64  # units of A and of the recurrent nets, channels of C and D
+    width: int = 64  # units of A and of the recurrent nets, channels of C and D, of the first stage of the resnet
     chunk: int = 100  # timesteps of truncated backpropagation through a text
     optimizer: str = "sgd"  # or "manhattan"
     momentum: float = 0.9
@@ -50,6 +54,10 @@ class Run:
     test_size: int | None = None
     evaluate: int = 1  # mini-batches from one evaluation to the next
     seed: int = 0
+    side: int = 32  # of the images, which are averaged down to it
+    held_out: int = 0  # training images at the end of all, kept for validation
+    standardized: bool = False  # whether the weights are: `weight_standardize`
+    decay: float = 0.0  # share of the training, at its end, in which the learning rate falls to 0, linearly
 
     @property
     def epochs(self) -> float:
@@ -61,6 +69,10 @@ class Run:
 
     def rate(self, epoch: float) -> float:
         """The learning rate after so many epochs."""
+        left = 1 - epoch / self.epochs
+        return self._rate(epoch) * (min(left / self.decay, 1.0) if self.decay else 1.0)
+
+    def _rate(self, epoch: float) -> float:
         for rate, epochs in self.rates:
             if epoch < epochs - 1e-9:
                 return rate
@@ -70,8 +82,10 @@ class Run:
     def settings(self) -> dict[str, Any]:
         """As JSON has them: lists, no tuples. What came later than the first results is left out where it is off."""
         settings = dict(json.loads(json.dumps(asdict(self))))
-        if not self.norm.guard:
-            del settings["norm"]["guard"]
+        for there, names in ((settings["norm"], NORM_LATER), (settings, RUN_LATER)):
+            for name, off in names.items():
+                if there[name] == off:
+                    del there[name]
         return settings
 
     def address(self, fingerprint: str) -> str:

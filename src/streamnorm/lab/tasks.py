@@ -48,8 +48,11 @@ class ImageTask:
     def __init__(self, run: Run, images: Images) -> None:
         self.run = run
         self.chance = IMAGE_CHANCE
-        self.x, self.y = images.train[: run.train_size], images.train_labels[: run.train_size]
-        self.test_x, self.test_y = images.test[: run.test_size], images.test_labels[: run.test_size]
+        there = len(images.train) - run.held_out
+        size = there if run.train_size is None else min(run.train_size, there)
+        self.x, self.y = self.small(images.train[:size]), images.train_labels[:size]
+        self.test = self.small(images.test[: run.test_size]), images.test_labels[: run.test_size]
+        self.valid = self.small(images.train[there:]), images.train_labels[there:]
         self.mean, self.std = (s.reshape(-1, 1, 1) for s in (images.mean, images.std))
         self.window = run.samples * run.batches
         self.updates = len(self.x) // self.window
@@ -70,16 +73,28 @@ class ImageTask:
         return F.cross_entropy(logits, y), (logits.argmax(1) != y).float().mean()
 
     def evaluate(self, model: nn.Module) -> Scores:
+        """Of the test images, and of the training images that are held out, if there are any."""
+        scores = self.scores(model, *self.test)
+        if self.run.held_out:
+            scores |= {f"valid_{name}": score for name, score in self.scores(model, *self.valid).items()}
+        return scores
+
+    def scores(self, model: nn.Module, images: Tensor, labels: Tensor) -> Scores:
         loss = error = 0.0
-        parts = (torch.split(each, EVALUATION_BATCH) for each in (self.test_x, self.test_y))
+        parts = (torch.split(each, EVALUATION_BATCH) for each in (images, labels))
         for x, y in zip(*parts, strict=True):
             logits = model(self.standardised(x))
             loss += float(F.cross_entropy(logits, y, reduction="sum"))
             error += float((logits.argmax(1) != y).sum())
-        return {"loss": loss / len(self.test_y), "error": error / len(self.test_y)}
+        return {"loss": loss / len(labels), "error": error / len(labels)}
+
+    def small(self, images: Tensor) -> Tensor:
+        """Averaged down to the side of the run."""
+        factor = images.shape[-1] // self.run.side
+        return images if factor == 1 else F.avg_pool2d(images.float(), factor)
 
     def standardised(self, images: Tensor) -> Tensor:
-        return images.float().sub_(self.mean).div_(self.std)
+        return images.float().sub(self.mean).div_(self.std)
 
     def state_dict(self) -> dict[str, Any]:
         return {}

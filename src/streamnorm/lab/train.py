@@ -174,7 +174,8 @@ class Training:
         }
         if "error" in scores:
             row["train_error"] = self.sums[1] / self.count
-        row |= {f"test_{name}": value for name, value in scores.items()} | health(self.model, self.gradient.norm)
+        row |= {name if "_" in name else f"test_{name}": value for name, value in scores.items()}
+        row |= health(self.model, self.gradient.norm)
         if not (math.isfinite(row["train_loss"]) and math.isfinite(row["test_loss"])):
             self.outcome, self.message = "diverged", f"the loss is not finite after {self.done} updates"
         # Not a number is no JSON: absent values are null. Six digits are more than any claim rests on.
