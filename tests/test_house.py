@@ -37,18 +37,18 @@ ARROWS = {
 # From the ground up: a file imports only from lines above its own.
 LAB = [
     {"__init__", "errors", "runs", "shapes", "starting"},
-    {"store", "figures", "scales", "models", "health", "grid"},
-    {"data", "results"},
+    {"store", "figures", "scales", "peers", "health", "grid"},
+    {"data", "results", "models", "compare"},
     {"tasks", "measures", "online"},
-    {"train", "claims", "goals"},
+    {"train", "claims", "goals", "compared"},
     {"jobs", "progress", "view"},
     {"experiment"},
-    {"bench"},
+    {"bench", "comparing"},
     {"commands"},
     {"cli"},
 ]
 DATA = [{"download", "batches"}, {"tar", "index"}, {"cifar"}, {"__init__"}]
-VIEW = [{"__init__", "lines", "looks", "page", "cells"}, {"matrix"}, {"plot"}, {"report", "panels"}]
+VIEW = [{"__init__", "lines", "looks", "page", "cells", "contest"}, {"matrix"}, {"plot"}, {"report", "panels"}]
 FLOORS = {"lab": LAB, "lab.data": DATA, "lab.view": VIEW}
 LATE = {"drawing.py", "monitoring.py"}  # may import what torch does not need, inside functions and for types
 

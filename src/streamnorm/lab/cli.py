@@ -9,6 +9,8 @@ from typing import Any
 
 from .. import __version__
 from . import commands
+from .compare import NETS as COMPARED
+from .compare import NORMS, SIZES, Plan, Size, size_name
 from .errors import LabError
 from .figures import FIGURES
 from .grid import BATCHES, NETS, SAMPLES, SEEDS, SIZE
@@ -23,12 +25,17 @@ EXAMPLES = """examples:
   streamnorm run rnn --preset paper --seeds 5       the paper's own scale
   streamnorm report                                 all results so far as one page
   streamnorm bench-online --data digits             tiny batches: every norm at every size, over many learning rates
+  streamnorm compare --data digits                  norms for small batches, each at its own best learning rate
 Ctrl-C stops a run; the same command goes on where it stopped. Runs that were trained before are not trained again.
 """
 
 ONLINE = """Plain SGD, once over the samples. Learning rates are for one sample per update, and multiplied by the root
 of the samples per update. A run diverges if a loss is not finite or the test loss ten times that of guessing.
 The convolutional networks take longest: for a part of them, --net convolutional --samples 1,2,32.
+"""
+COMPARE = f"""norms: {", ".join(NORMS)} (WS: weight standardization)
+With the first seed the learning rate goes up and down in factors of 3 until the best on held-out training images has
+a worse one on both sides; the other seeds are trained at that rate. Only the result is measured on test images.
 """
 DEFAULT_NETS = ("fully-connected", "recurrent")
 
@@ -58,6 +65,27 @@ def rates(text: str) -> int | tuple[float, ...]:
     return tuple(values)
 
 
+def sizes(text: str) -> tuple[Size, ...]:
+    """Each once, in the order of the tables."""
+    found = set[Size]()
+    for part in text.split(","):
+        samples, cross, batches = part.strip().partition("x")
+        if not cross:
+            raise argparse.ArgumentTypeError(f"{part!r} must be samples x batches, such as 2x16")
+        found.add((count(samples), count(batches)))
+    return tuple(sorted(found, key=lambda size: (size[0] * size[1], size[0])))
+
+
+def norms(text: str) -> tuple[str, ...]:
+    """By their names, in any case of letters."""
+    known = {name.lower(): name for name in NORMS}
+    wanted = [part.strip().lower() for part in text.split(",")]
+    for name in wanted:
+        if name not in known:
+            raise argparse.ArgumentTypeError(f"{name!r}: there are {', '.join(NORMS)}")
+    return tuple(name for key, name in known.items() if key in wanted)
+
+
 def listed(values: Sequence[int]) -> str:
     return f"default: {','.join(map(str, values))}"
 
@@ -82,6 +110,7 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     training(run)
     bench_online(commands, raw)
+    compare(commands, raw)
 
     report = commands.add_parser("report", help="all results in a folder as one HTML page: figures, claims, settings")
     out(report)
@@ -112,9 +141,30 @@ def bench_online(commands: Any, raw: type[argparse.HelpFormatter]) -> None:
     training(bench)
 
 
+def compare(commands: Any, raw: type[argparse.HelpFormatter]) -> None:
+    command = commands.add_parser(
+        "compare", help="compare norms for small batches: nets x sizes x norms, each at its own best learning rate",
+        formatter_class=raw, epilog=COMPARE,
+    )  # fmt: skip
+    command.add_argument("--net", action="append", choices=COMPARED, help="may be repeated (default: all)")
+    command.add_argument(
+        "--sizes", type=sizes, default=SIZES, metavar="NxN,NxN",
+        help=f"samples per batch x batches per update (default: {','.join(map(size_name, SIZES))})",
+    )  # fmt: skip
+    command.add_argument("--norms", type=norms, default=tuple(NORMS), metavar="NAME,NAME", help="(default: all)")
+    command.add_argument("--seeds", type=count, default=SEEDS, metavar="N", help=f"runs at a rate (default: {SEEDS})")
+    command.add_argument("--size", type=count, metavar="N", help="training images at most (default: 6,000 or 8,000)")
+    command.add_argument("--data", choices=IMAGES, default="cifar10", help="(default: cifar10)")
+    command.add_argument("--no-train", action="store_true", help="train nothing: show the runs that are there already")
+    command.add_argument("--page", type=Path, metavar="FILE", help="a Markdown page whose tables are to be filled in")
+    training(command)
+
+
 def training(command: argparse.ArgumentParser) -> None:
     """The options of all commands that train."""
-    command.add_argument("--data-dir", type=Path, metavar="FOLDER", help="where the data is (default: a cache folder)")
+    command.add_argument(
+        "--data-dir", "--data-folder", type=Path, metavar="FOLDER", help="where the data is (default: a cache folder)"
+    )
     command.add_argument(
         "--jobs", type=count, default=1, metavar="N", help="runs trained at a time, in processes (default: 1)"
     )
@@ -153,6 +203,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 size=chosen.size,
                 seeds=chosen.seeds,
                 data=chosen.data,
+                data_folder=chosen.data_dir,
+                jobs=chosen.jobs,
+                out=chosen.out,
+                training=not chosen.no_train,
+                page=chosen.page,
+            )
+        elif chosen.command == "compare":
+            nets = dict.fromkeys(chosen.net or COMPARED)
+            same: dict[str, Any] = {name: getattr(chosen, name) for name in ("sizes", "norms", "seeds", "size", "data")}
+            commands.compare(
+                [Plan(net, **same) for net in nets],
                 data_folder=chosen.data_dir,
                 jobs=chosen.jobs,
                 out=chosen.out,

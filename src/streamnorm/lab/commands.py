@@ -6,6 +6,7 @@ from pathlib import Path
 from statistics import fmean
 
 from .claims import Verdict, judge
+from .compare import Plan, norms_of
 from .errors import LabError
 from .figures import FIGURES, Figure
 from .grid import Grid, rates_of
@@ -13,7 +14,8 @@ from .results import FigureResults, Result, ends, mean_and_error, read_folder
 from .runs import IMAGES
 from .scales import SCALES
 from .starting import stoppable
-from .view import cells
+from .store import write_text
+from .view import cells, contest
 from .view.panels import draw_grid
 from .view.plot import draw, style
 from .view.report import write_report
@@ -95,6 +97,35 @@ def bench_online(
         if page is not None:
             cells.fill(page, found)
         for path in [out / f"{grid.file_name}.json", *draw_grid(found, out)]:
+            print(path)
+
+
+def compare(
+    plans: Sequence[Plan],
+    data_folder: Path | None,
+    jobs: int,
+    out: Path,
+    training: bool,
+    page: Path | None,
+) -> None:
+    """Compare norms, and show what came out: tables, and where ours is behind."""
+    for plan in plans:
+        if not plan.rows:
+            raise LabError(f"--norms has none that {plan.net} can have: there are {', '.join(norms_of(plan.net))}")
+    _check_folder(data_folder)
+    if page is not None:
+        for plan in plans:
+            cells.with_tables(page, plan.file_name, "")
+    with stoppable():
+        from .comparing import compare as train_and_compare
+    for found in train_and_compare(plans, out, data_folder=data_folder, jobs=jobs, training=training):
+        print(contest.table(found))
+        print(contest.sentences(found))
+        fragment = out / f"{found.plan.file_name}.md"
+        write_text(fragment, contest.markdown(found) + "\n")
+        if page is not None:
+            write_text(page, cells.with_tables(page, found.plan.file_name, contest.markdown(found)))
+        for path in (out / f"{found.plan.file_name}.json", fragment):
             print(path)
 
 

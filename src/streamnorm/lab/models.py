@@ -41,8 +41,9 @@ def make_norm(norm: Norm, channels: int, steps: int, **place: object) -> nn.Modu
         return StreamingNorm(channels, **own, **common)
     if norm.kind == "group":
         return GroupNorm(4, channels, eps=norm.eps)
-    if norm.kind in PEERS:
-        return PEERS[norm.kind](channels, **({"schedule": norm.schedule} if norm.schedule else {}), **place)
+    if norm.kind in PEERS:  # a schedule is in mini-batches, and each calls the layer `steps` times
+        schedule: Any = {"schedule": [steps * count for count in norm.schedule]} if norm.schedule else {}
+        return PEERS[norm.kind](channels, **schedule, **place)
     if norm.kind in ("none", "zero"):
         return Nothing() if norm.kind == "none" else peers.ZeroBranch()
     known = ", ".join(["sample, batch, timed, streaming", *PEERS, "zero"])

@@ -15,7 +15,7 @@ from typing import Any, cast
 from .grid import NETS, NORMS, Grid, can_run
 from .results import PER_CENT, Result, mean_and_error
 from .shapes import ONLINE, OUTCOMES, fit
-from .store import read_json, refused, write_text
+from .store import read_json, refused, write_rows
 
 DIVERGED = 10.0  # times the loss of guessing
 ROW = {
@@ -131,16 +131,11 @@ class Online:
         return fmean(run.seconds for run in self.runs) if self.runs else math.nan
 
     def write(self, folder: Path) -> Path:
-        """A line for each field, then one for each run: small changes of results are small changes of the file."""
         path = folder / f"{self.grid.file_name}.json"
         head = {"online": self.grid.net, "command": self.grid.command, "grid": asdict(self.grid)}
         head |= {"settings": settings(self.grid)} | {name: getattr(self, name) for name in ABOUT}
         head |= {"norms": list(NORMS), "columns": [field.name for field in fields(Trained)]}
-        rows = [_row(run) for run in self.runs]
-        lines = [f"{json.dumps(name)}: {json.dumps(value, allow_nan=False)}" for name, value in head.items()]
-        runs = ",\n".join(json.dumps(row, allow_nan=False, separators=(",", ":")) for row in rows)
-        lines.append(f'"runs": [\n{runs}\n]')
-        write_text(path, "{" + ",\n".join(lines) + "}\n")
+        write_rows(path, head, map(_row, self.runs))
         return path
 
 

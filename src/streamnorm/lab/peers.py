@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from .. import RNN
+
 
 def _moments(x: Tensor, start: int) -> tuple[Tensor, Tensor]:
     """Mean and variance over all dimensions but the channels; for start=2 of each sample."""
@@ -150,7 +152,7 @@ class _Controlled(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         layer, (y, scale) = ctx.layer, ctx.saved_tensors
         gain = 1 - layer.backward_decay
         gy, yy, g1, y1 = (
@@ -228,7 +230,7 @@ class _Averaged(torch.autograd.Function):
         return z * _wide(r, x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         z, scale, r = ctx.saved_tensors
         g = grad * _wide(r, z)
         psi = ctx.layer.averaged(1, (g * z).mean([d for d in range(z.dim()) if d != 1]))
@@ -326,9 +328,12 @@ def _products(model: nn.Module, skip: str) -> list[nn.Module]:
 
 
 def centralize(model: nn.Module, skip: str) -> None:
-    """Weight centralization of MABN, of all linear layers and convolutions but `skip`."""
+    """Weight centralization of MABN, of all linear layers and convolutions but `skip`, and of recurrent layers."""
     for layer in _products(model, skip):
         parametrize.register_parametrization(layer, "weight", Centralized())
+    for layer in [layer for layer in model.modules() if isinstance(layer, RNN)]:
+        for name in ("weight_ih_l0", "weight_hh_l0"):
+            parametrize.register_parametrization(layer, name, Centralized())
 
 
 def start_as_he(model: nn.Module, skip: str) -> None:

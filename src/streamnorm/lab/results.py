@@ -91,9 +91,9 @@ def read_folder(folder: Path) -> list[FigureResults]:
 
 
 def is_other(path: Path) -> bool:
-    """Whether this is what `streamnorm bench-online` has written: no figure, but it may lie in the same folder."""
+    """Whether this is what `bench-online` or `compare` has written: no figure, but it may lie in the same folder."""
     content = read_json(path)
-    return isinstance(content, dict) and "online" in content
+    return isinstance(content, dict) and ("online" in content or "compare" in content)
 
 
 def points(result: Result, name: str) -> Points:

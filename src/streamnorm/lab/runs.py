@@ -31,7 +31,7 @@ class Norm:
     momentum: float = 0.1  # of the running estimates of batch norms
     eps: float = 1e-5
     guard: bool = False  # ours, not the paper's; figures of the paper do without
-    schedule: tuple[int, ...] = ()  # of "renorm" and "mabn", in calls: see there
+    schedule: tuple[int, ...] = ()  # of "renorm" and "mabn", in mini-batches: see there
 
 
 @dataclass(frozen=True)

@@ -89,6 +89,16 @@ ONLINE = {
     "columns": [str],
     "runs": [[(float, None, str, [int])]],
 }
+PLAN = {"net": str, "sizes": [[int]], "norms": [str], "seeds": int, "size": (int, None), "data": str}
+COMPARED = {
+    "plan": PLAN,
+    "note": str,
+    "fingerprint": str,
+    "versions": [VERSIONS],
+    "chance": {"loss": float, "error": float},
+    "columns": [str],
+    "runs": [[(float, None, str)]],
+}
 OUTCOMES = ("finished", "diverged", "refused")
 
 

@@ -6,7 +6,7 @@ import json
 import os
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
@@ -50,6 +50,14 @@ def write_text(path: Path, text: str) -> None:
 
 def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, allow_nan=False) + "\n")
+
+
+def write_rows(path: Path, head: dict[str, Any], rows: Iterable[Any]) -> None:
+    """A line for each field of `head`, one for each run: small changes of results are small changes of the file."""
+    lines = [f"{json.dumps(name)}: {json.dumps(value, allow_nan=False)}" for name, value in head.items()]
+    runs = ",\n".join(json.dumps(row, allow_nan=False, separators=(",", ":")) for row in rows)
+    lines.append(f'"runs": [\n{runs}\n]')
+    write_text(path, "{" + ",\n".join(lines) + "}\n")
 
 
 def read_json(path: Path) -> Any:

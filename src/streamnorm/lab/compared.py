@@ -1,0 +1,210 @@
+"""What the runs of a comparison have given: one small file per net, the numbers of a cell, and who is ahead.
+
+The learning rate is chosen by the validation images, with the first seed; what is reported of it is the accuracy on the
+test images. A run has diverged by the same rule as in `online`, and then counts as guessing.
+"""
+
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import asdict, astuple, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from .compare import NETS, NORMS, RIVALS, RUNGS, Entry, Plan, Size, best_rung, can_run, next_rungs, rate_of, size_name
+from .online import DIVERGED
+from .results import PER_CENT, Result, final, mean_and_error
+from .shapes import COMPARED, OUTCOMES, fit
+from .store import read_json, refused, write_rows
+
+ROW = {
+    "norm": str,
+    "samples": int,
+    "batches": int,
+    "rate": float,
+    "seed": int,
+    "outcome": str,
+    "valid_error": (float, None),
+    "test_error": (float, None),
+    "test_loss": (float, None),
+    "train_loss": (float, None),
+    "seconds": float,
+    "id": str,
+}
+ABOUT = ("note", "fingerprint", "versions", "chance")
+
+
+@dataclass(frozen=True)
+class Scored:
+    """One run. Its numbers are None where they are not finite."""
+
+    norm: str
+    samples: int
+    batches: int
+    rate: float
+    seed: int
+    outcome: str
+    valid_error: float | None
+    test_error: float | None
+    test_loss: float | None
+    train_loss: float | None  # of the last tenth of the training
+    seconds: float
+    id: str
+
+    @classmethod
+    def of(cls, norm: str, rate: float, result: Result) -> "Scored":
+        same = {name: result["settings"][name] for name in ("samples", "batches", "seed")}
+        same |= {name: result[name] for name in ("outcome", "seconds", "id")}
+        ends = {name: (result["curves"].get(name) or [None])[-1] for name in ("valid_error", "test_error", "test_loss")}
+        loss = final(result, "train_loss") if result["outcome"] == "finished" else None
+        return cls(norm=norm, rate=rate, train_loss=loss, **same, **ends)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """An entry at its rate: accuracy on the test images in per cent, training loss; mean and standard error each."""
+
+    rate: float
+    accuracy: tuple[float, float]
+    loss: tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How one of ours does at a size: against the best of its rivals."""
+
+    size: Size
+    ours: str
+    rival: str
+    difference: float  # ours - theirs, in per cent
+    error: float  # of the difference
+
+    @property
+    def outcome(self) -> str:
+        if abs(self.difference) <= self.error:
+            return "tie"
+        return "won" if self.difference > 0 else "lost"
+
+
+@dataclass(frozen=True)
+class Compared:
+    plan: Plan
+    note: str  # about the data
+    fingerprint: str  # of the data
+    versions: list[dict[str, str]]  # that trained it
+    chance: dict[str, float]  # what guessing gives
+    runs: list[Scored]
+
+    def has_diverged(self, run: Scored) -> bool:
+        loss = run.test_loss
+        return run.outcome != "finished" or loss is None or loss > DIVERGED * self.chance["loss"]
+
+    def accuracy(self, run: Scored, part: str) -> float:
+        """In per cent, on the "valid" or the "test" images; that of guessing where the run has diverged."""
+        error = run.valid_error if part == "valid" else run.test_error
+        return PER_CENT * (1 - (self.chance["error"] if error is None or self.has_diverged(run) else error))
+
+    def of(self, entry: Entry) -> list[Scored]:
+        at = entry.trained
+        place = (at.norm, at.samples, at.batches)
+        return [run for run in self.runs if (run.norm, run.samples, run.batches) == place]
+
+    def walked(self, entry: Entry) -> dict[int, float]:
+        """Accuracy on the validation images by rung, with the first seed."""
+        return {RUNGS[run.rate]: self.accuracy(run, "valid") for run in self.of(entry) if run.seed == 0}
+
+    def rate(self, entry: Entry) -> float | None:
+        """Where the walk has ended; None if it has not."""
+        walked = self.walked(entry)
+        return None if next_rungs(walked, entry.start) else rate_of(best_rung(walked, entry.start))
+
+    def missing(self, entry: Entry, seeds: int) -> list[tuple[int, int]]:
+        """Rungs and seeds that are to be trained next."""
+        rate = self.rate(entry)
+        if rate is None:
+            return [(rung, 0) for rung in next_rungs(self.walked(entry), entry.start)]
+        there = {run.seed for run in self.of(entry) if run.rate == rate}
+        return [(RUNGS[rate], seed) for seed in range(seeds) if seed not in there]
+
+    def cell(self, entry: Entry) -> Cell | None:
+        """None where a run is missing."""
+        rate = self.rate(entry)
+        if rate is None or self.missing(entry, self.plan.seeds):
+            return None
+        runs = [run for run in self.of(entry) if run.rate == rate and run.seed < self.plan.seeds]
+        losses = [self.chance["loss"] if run.train_loss is None else run.train_loss for run in runs]
+        return Cell(rate, mean_and_error(self.accuracy(run, "test") for run in runs), mean_and_error(losses))
+
+    def state(self, entry: Entry) -> str:
+        """In words, of a cell that has no numbers."""
+        if not can_run(entry.net, entry.norm, entry.samples):
+            return "cannot run"
+        rate, runs = self.rate(entry), self.of(entry)
+        if rate is None:
+            return f"{len(runs)} run{'s' * (len(runs) != 1)}, no rate yet"
+        return f"{sum(run.rate == rate for run in runs)} of {self.plan.seeds} seeds @ {rate:g}"
+
+    def verdicts(self) -> list[Verdict]:
+        """Of all sizes where ours and all its rivals have their runs; those that are lost first."""
+        found = []
+        for size in self.plan.sizes:
+            for ours, rivals in RIVALS.items():
+                present = [norm for norm in self.plan.rows if norm in rivals and can_run(self.plan.net, norm, size[0])]
+                cells = {norm: self.cell(Entry(self.plan.net, norm, *size)) for norm in present}
+                mine = self.cell(Entry(self.plan.net, ours, *size)) if ours in self.plan.rows else None
+                theirs = {norm: cell for norm, cell in cells.items() if cell is not None}
+                if mine is None or not present or len(theirs) < len(present) or self.plan.seeds < 2:
+                    continue
+                rival = max(theirs, key=lambda norm: theirs[norm].accuracy[0])
+                (a, a_error), (b, b_error) = mine.accuracy, theirs[rival].accuracy
+                found.append(Verdict(size, ours, rival, a - b, math.hypot(a_error, b_error)))
+        return sorted(found, key=lambda verdict: ("lost", "tie", "won").index(verdict.outcome))
+
+    def with_runs(self, results: Iterable[tuple[Entry, int, Result]]) -> "Compared":
+        """And these, by entry and rung."""
+        new = [(Scored.of(entry.norm, rate_of(rung), result), result["versions"]) for entry, rung, result in results]
+        there = {run.id for run in self.runs}
+        versions = {json.dumps(each): each for each in [*self.versions, *(version for _, version in new)]}
+        runs = [*self.runs, *(run for run, _ in new if run.id not in there)]
+        return replace(self, runs=runs, versions=list(versions.values()))
+
+    def write(self, folder: Path) -> Path:
+        path = folder / f"{self.plan.file_name}.json"
+        plan = asdict(self.plan) | {"sizes": [list(size) for size in self.plan.sizes], "norms": self.plan.rows}
+        head = {"compare": self.plan.net, "command": self.plan.command, "plan": plan, "settings": settings(self.plan)}
+        head |= {name: getattr(self, name) for name in ABOUT} | {"columns": [field.name for field in fields(Scored)]}
+        write_rows(path, head, map(astuple, self.order()))
+        return path
+
+    def order(self) -> list[Scored]:
+        """The runs of the plan, whatever the order in which they ended."""
+        norms = list(NORMS)
+        return sorted(self.runs, key=lambda r: (norms.index(r.norm), r.batches, r.samples, r.rate, r.seed))
+
+
+def settings(plan: Plan) -> dict[str, Any]:
+    """What all runs of a plan share."""
+    run = Entry(plan.net, plan.rows[0], *plan.sizes[0]).run(0, 0, plan.size, plan.data)
+    own = ("norm", "samples", "batches", "rates", "seed", "train_size", "evaluate", "standardized")
+    return {name: value for name, value in run.settings().items() if name not in own}
+
+
+def read_compared(path: Path) -> Compared:
+    content = read_json(path)
+    try:
+        fit(content, COMPARED)
+        told = content["plan"]
+        plan = Plan(**told | {"sizes": tuple(map(tuple, told["sizes"])), "norms": tuple(told["norms"])})
+        NETS[plan.net]
+        runs = [Scored(**dict(zip(content["columns"], row, strict=True))) for row in content["runs"]]
+        for i, run in enumerate(runs):
+            fit(asdict(run), ROW, f"runs[{i}]")
+            if run.outcome not in OUTCOMES or run.norm not in NORMS or run.rate not in RUNGS:
+                raise ValueError(f"runs[{i}] has an outcome, a norm or a rate that there is not")
+        return Compared(plan=plan, runs=runs, **{name: content[name] for name in ABOUT})
+    except (KeyError, TypeError, ValueError) as error:
+        raise refused(path, "is no result of compare", error, "move it out of the folder") from error
+
+
+def named(entry: Entry) -> str:
+    return f"{entry.net}, {entry.norm}, {size_name((entry.samples, entry.batches))}"
