@@ -46,6 +46,7 @@ RUN_BY = {
     "make test-integrations": "test_commands.py::test_make_test_integrations",
     "make test-sanitized": "test_commands.py::test_make_test_sanitized",
     "streamnorm bench-online": "lab/test_grid.py::test_every_distinct_run_is_trained_once",
+    "streamnorm compare": "lab/test_compare.py::test_the_command_trains_to_a_table",
     "streamnorm list": "lab/test_cli.py::test_list",
     "streamnorm report": "lab/test_cli.py::test_the_report",
     "streamnorm run": "lab/test_cli.py::test_every_figure_runs",
@@ -113,7 +114,7 @@ def test_options_that_are_named_exist():
 
 
 def test_command_lines_are_understood(capsys):
-    lines = {span for span in spans() if re.match(r"streamnorm (run|report|list|bench-online)\b", span)}
+    lines = {span for span in spans() if re.match(r"streamnorm (run|report|list|bench-online|compare)\b", span)}
     assert len(lines) >= 8
     for line in sorted(lines):
         words = ["." if word.isupper() else word for word in shlex.split(line)[1:]]

@@ -112,6 +112,10 @@ def compare(
     for plan in plans:
         if not plan.rows:
             raise LabError(f"--norms has none that {plan.net} can have: there are {', '.join(norms_of(plan.net))}")
+        for entry in plan.entries(plan.rows, plan.sizes):
+            images = entry.run(0, 0, plan.size, plan.data).train_size or 0
+            if images < entry.window:
+                raise LabError(f"{images} training images make no update of {entry.window}: use more images")
     _check_folder(data_folder)
     if page is not None:
         for plan in plans:

@@ -88,6 +88,7 @@ def _train(found: list[Compared], load: Loader, root: Path, jobs: int, out: Path
     """All stages in their order; after each round the file is written, so that it can be watched."""
     plans = [each.plan for each in found]
     todo = list(stages(plans))
+    known: dict[Run, float] = {}  # how long runs take
     for number, stage in enumerate(todo, 1):
         at = plans.index(stage.plan)
         while wanted := _wanted(found[at], stage):
@@ -95,7 +96,7 @@ def _train(found: list[Compared], load: Loader, root: Path, jobs: int, out: Path
             names = {
                 run: f"{named(entry)} at {rate_of(rung):g}, seed {run.seed}" for run, (entry, rung) in wanted.items()
             }
-            results: dict[Run, Result] = train_all(names, load, root, jobs, say)
+            results: dict[Run, Result] = train_all(names, load, root, jobs, say, known)
             found[at] = found[at].with_runs((*wanted[run], result) for run, result in results.items())
             found[at].write(out)
 

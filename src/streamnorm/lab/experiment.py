@@ -51,10 +51,12 @@ def run_figure(
     return found
 
 
-def train_all(names: dict[Run, str], load: Loader, root: Path, jobs: int, say: Say) -> dict[Run, Row]:
-    """The results of runs, each shown under its name while it is trained."""
+def train_all(
+    names: dict[Run, str], load: Loader, root: Path, jobs: int, say: Say, known: dict[Run, float] | None = None
+) -> dict[Run, Row]:
+    """The results of runs, each shown under its name while it is trained. `known`: see `estimate`."""
     runs = list(names)
-    bar = Bar(list(names.values()), estimate(runs, load, root, jobs, say))
+    bar = Bar(list(names.values()), estimate(runs, load, root, jobs, say, known))
     try:
         return dict(zip(runs, run_all(runs, load, root, jobs, bar), strict=True))
     finally:
@@ -67,10 +69,15 @@ def _data_for(run: Run, data: Sequence[str]) -> str | None:
     return fitting[-1] if fitting else None
 
 
-def estimate(runs: list[Run], load: Loader, root: Path, jobs: int, say: Say) -> list[float]:
-    """Seconds that each of `runs` will take, by a few updates of each kind, and a word about it."""
+def estimate(
+    runs: list[Run], load: Loader, root: Path, jobs: int, say: Say, known: dict[Run, float] | None = None
+) -> list[float]:
+    """Seconds that each of `runs` will take, by a few updates of each kind, and a word about it.
+
+    `known`: what was measured before, by kind; more is added.
+    """
     missing = {run: _kind(run) for run in runs if not is_done(run, load(run), root)}
-    known: dict[Run, float] = {}
+    known = {} if known is None else known
     threads = torch.get_num_threads()
     if missing:
         say(f"{len(missing)} runs to train, {len(runs) - len(missing)} done before; measuring how long they take ...")

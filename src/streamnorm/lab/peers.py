@@ -15,11 +15,14 @@ from torch.nn.utils import parametrize
 from .. import RNN
 
 
-def _moments(x: Tensor, start: int) -> tuple[Tensor, Tensor]:
-    """Mean and variance over all dimensions but the channels; for start=2 of each sample."""
-    dims = [d for d in range(x.dim()) if d != 1 and d >= start]
-    mean = x.mean(dims, keepdim=True)
-    return mean, (x - mean).square().mean(dims, keepdim=True)
+def _over_batch(x: Tensor) -> Tensor:
+    """The mean of each channel."""
+    return x.mean([d for d in range(x.dim()) if d != 1])
+
+
+def _over_space(x: Tensor) -> Tensor:
+    """The mean of each channel of each sample, (N, C)."""
+    return x.flatten(2).mean(2) if x.dim() > 2 else x
 
 
 def _wide(v: Tensor, x: Tensor) -> Tensor:
@@ -82,16 +85,17 @@ class BatchRenorm(Peer):
     def forward(self, x: Tensor, mask: Tensor | None = None, step: int = 0) -> Tensor:
         if not self.training:
             return self._affine((x - _wide(self.mean, x)) / _wide(self.sigma, x))
-        mean, variance = _moments(x, 0)
-        sigma = (variance + self.eps).sqrt()
-        m, s = mean.detach().flatten(), sigma.detach().flatten()
+        mean = _over_batch(x)
+        centered = x - _wide(mean, x)
+        sigma = (_over_batch(centered.square()) + self.eps).sqrt()
+        m, s = mean.detach(), sigma.detach()
         r_max, d_max = self.bounds()
         r = (s / self.sigma).clamp(1 / r_max, r_max)
         d = ((m - self.mean) / self.sigma).clamp(-d_max, d_max)
         self.mean += self.rate * (m - self.mean)
         self.sigma += self.rate * (s - self.sigma)
         self.calls += 1
-        return self._affine((x - mean) / sigma * _wide(r, x) + _wide(d, x))
+        return self._affine(centered * _wide(r / sigma, x) + _wide(d, x))
 
 
 class OnlineNorm(Peer):
@@ -134,7 +138,8 @@ class _Controlled(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: OnlineNorm) -> Tensor:
         a = layer.forward_decay
-        means, variances = (part.flatten(1) for part in _moments(x, 2))  # (N, C) each
+        means = _over_space(x)
+        variances = _over_space((x - _wide(means, x)).square())
         mean, var = layer.mean, layer.var
         centers, scales = [], []
         for m, v in zip(means, variances, strict=True):
@@ -143,10 +148,10 @@ class _Controlled(torch.autograd.Function):
             off = m - mean
             var = a * var + (1 - a) * v + a * (1 - a) * off.square()
             mean = mean + (1 - a) * off
-        layer.mean.copy_(mean)
-        layer.var.copy_(var)
         scale = _wide((torch.stack(scales) + layer.eps).sqrt(), x)
         y = (x - _wide(torch.stack(centers), x)) / scale
+        layer.mean.copy_(mean)  # last: the first of the centers is this tensor
+        layer.var.copy_(var)
         ctx.layer = layer
         ctx.save_for_backward(y, scale)
         return y
@@ -155,9 +160,7 @@ class _Controlled(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         layer, (y, scale) = ctx.layer, ctx.saved_tensors
         gain = 1 - layer.backward_decay
-        gy, yy, g1, y1 = (
-            each.flatten(2).mean(2) if each.dim() > 2 else each for each in (grad * y, y * y, grad, y)
-        )  # (N, C)
+        gy, yy, g1, y1 = map(_over_space, (grad * y, y * y, grad, y))
         inverse = 1 / scale.flatten(1)
         error_y, error_1 = layer.error_y, layer.error_1
         before_y, before_1 = [], []
@@ -166,10 +169,11 @@ class _Controlled(torch.autograd.Function):
             before_1.append(error_1)
             error_1 = error_1 + (g1[t] - gain * error_y * y1[t]) * inverse[t] - gain * error_1
             error_y = error_y + gy[t] - gain * error_y * yy[t]
+        controlled = grad - gain * _wide(torch.stack(before_y), y) * y
+        found = controlled / scale - gain * _wide(torch.stack(before_1), y)
         layer.error_y.copy_(error_y)
         layer.error_1.copy_(error_1)
-        controlled = grad - gain * _wide(torch.stack(before_y), y) * y
-        return controlled / scale - gain * _wide(torch.stack(before_1), y), None
+        return found, None
 
 
 class MovingAverageBatchNorm(Peer):
@@ -218,7 +222,7 @@ class MovingAverageBatchNorm(Peer):
 class _Averaged(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: MovingAverageBatchNorm) -> Tensor:
-        average = layer.averaged(0, x.square().mean([d for d in range(x.dim()) if d != 1]))
+        average = layer.averaged(0, _over_batch(x.square()))
         scale, calls = (average + layer.eps).sqrt(), int(layer.calls[0])
         r = torch.ones_like(scale)
         if calls > layer.schedule[2]:
@@ -233,7 +237,7 @@ class _Averaged(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         z, scale, r = ctx.saved_tensors
         g = grad * _wide(r, z)
-        psi = ctx.layer.averaged(1, (g * z).mean([d for d in range(z.dim()) if d != 1]))
+        psi = ctx.layer.averaged(1, _over_batch(g * z))
         return (g - z * _wide(psi, z)) / _wide(scale, z), None
 
 
@@ -247,8 +251,7 @@ class FilterResponseNorm(Peer):
         super().__init__(channels, eps, place)
 
     def forward(self, x: Tensor, mask: Tensor | None = None, step: int = 0) -> Tensor:
-        square = x.square().mean(list(range(2, x.dim())), keepdim=True)
-        return self._affine(x / (square + self.eps).sqrt())
+        return self._affine(x / _wide((_over_space(x.square()) + self.eps).sqrt(), x))
 
     def own_activation(self) -> nn.Module:
         return ThresholdedLinear(self.channels)
