@@ -126,7 +126,8 @@ def train(arm: Arm, data: str, folder: Path | None, updates: int, every: int, se
     torch.manual_seed(seed)
     model = build(run)
     optimizer = torch.optim.SGD(model.parameters(), arm.rate, momentum=arm.momentum)
-    x, y = task.standardised(task.test_x[:PROBE]), task.test_y[:PROBE]
+    images, labels = task.test
+    x, y = task.standardised(images[:PROBE]), labels[:PROBE]
     looks = []
     for update in range(1, updates + 1):
         (image, label), *_ = task.batches(*divmod(update - 1, task.updates))

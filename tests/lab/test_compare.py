@@ -17,6 +17,7 @@ import torch
 from lab_results import assert_refused
 from processes import wait_for
 
+from streamnorm import StreamingNorm
 from streamnorm.lab import jobs
 from streamnorm.lab.cli import main, norms, sizes
 from streamnorm.lab.compare import (
@@ -36,6 +37,7 @@ from streamnorm.lab.compare import (
 from streamnorm.lab.compared import Compared, Scored, read_compared
 from streamnorm.lab.data import load_images
 from streamnorm.lab.errors import StoreError
+from streamnorm.lab.models import make_norm
 from streamnorm.lab.results import read_folder
 from streamnorm.lab.tasks import ImageTask
 from streamnorm.lab.view.cells import filled
@@ -330,6 +332,10 @@ def test_other_files_are_refused(tmp_path):
         (tmp_path / "file.json").write_text(content)
         with pytest.raises(StoreError, match="no result of compare"):
             read_compared(tmp_path / "file.json")
+
+
+def test_streaming_is_the_default_of_the_library():
+    assert make_norm(NORMS["streaming"], 8, 1).config == StreamingNorm(8).config
 
 
 # What is said, by numbers made up

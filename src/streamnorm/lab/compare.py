@@ -26,7 +26,7 @@ MOMENTUM = 0.9
 DECAY = 0.5  # share of the training, at its end, in which the rate falls to 0: see docs/compare.md
 TAIL = 0.1  # share of the training, at its end, that the training loss is of
 
-STREAMING = replace(LITERAL, guard=True)  # the library's default
+STREAMING = replace(LITERAL, guard=True)  # the library's default; a test compares
 WS = " + WS"  # weight standardization
 NORMS = {
     "none": Norm("zero"),
@@ -52,7 +52,7 @@ ALONE = ("none", "layer norm", "group norm", "group norm" + WS, "FRN + TLU")  # 
 LOWEST, HIGHEST = -10, 2
 # Where the walk begins, by samples per update.
 STARTS = {1: -6, 2: -5, 4: -5, FULL: -3}
-GENTLE = 2  # so many rungs lower in nets without convolutions
+GENTLE = 1  # so many rungs lower in nets without convolutions
 UNLEARNED = 12.0  # accuracy in per cent, up to which nothing has been learned
 
 

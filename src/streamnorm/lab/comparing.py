@@ -60,7 +60,9 @@ def _told(plan: Plan, out: Path) -> Compared | None:
 def _belongs(row: Scored, fingerprint: str, plan: Plan) -> bool:
     """Whether this is a run of the plan as it is now: not of other images, nor of a norm that has changed since."""
     entry = Entry(plan.net, row.norm, row.samples, row.batches)
-    return row.norm in plan.rows and _run(plan, entry, RUNGS[row.rate], row.seed).address(fingerprint) == row.id
+    if entry not in plan.entries(plan.rows, plan.sizes) or row.seed >= plan.seeds:
+        return False
+    return _run(plan, entry, RUNGS[row.rate], row.seed).address(fingerprint) == row.id
 
 
 def _begun(plan: Plan, before: Compared | None, load: Loader, root: Path) -> Compared:
