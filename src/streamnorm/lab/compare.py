@@ -86,16 +86,22 @@ def best_rung(found: Mapping[int, float], start: int) -> int:
 
 
 def next_rungs(found: Mapping[int, float], start: int) -> list[int]:
-    """The rungs to try next, by the accuracies found so far: none if the best has a neighbour on both sides.
+    """The rungs to try next, by the accuracies found so far: none if the best has a worse neighbour on both sides.
 
-    What comes next does not depend on the order in which runs have ended: a walk that was stopped goes on as it was.
+    Neighbours that are as good count as one with it. After the first three it is one at a time, so that what
+    comes next does not depend on the order in which runs have ended: a walk that was stopped goes on as it was.
     """
     first = [rung for rung in (start - 1, start, start + 1) if rung not in found]
     if first:
         return first
-    best = best_rung(found, start)
-    around = [best - 1, best + 1] if found[best] > UNLEARNED else [min(found) - 1]  # too high for all so far
-    return [rung for rung in around if rung not in found and LOWEST <= rung <= HIGHEST]
+    low = high = best_rung(found, start)
+    top = found[low]
+    while found.get(low - 1) == top:
+        low -= 1
+    while found.get(high + 1) == top:
+        high += 1
+    around = [low - 1, high + 1] if top > UNLEARNED else [min(found) - 1]  # too high for all so far
+    return [rung for rung in around if rung not in found and LOWEST <= rung <= HIGHEST][:1]
 
 
 @dataclass(frozen=True)
