@@ -99,7 +99,7 @@ class BatchRenorm(Peer):
 
 
 class OnlineNorm(Peer):
-    """Online Normalization (Chiley et al. 2019, arXiv:1905.05894, its equations 8 to 12), sample by sample.
+    """Online Normalization (Chiley et al. 2019, arXiv:1905.05894), sample by sample.
 
     Forward, of each sample with mean m and variance v over space (v = 0 without): y = (x - mu) / sqrt(var + eps) by the
     estimates of before, then var = a var + (1 - a) v + a (1 - a) (m - mu)^2 and mu = a mu + (1 - a) m, a = 0.999.
@@ -177,7 +177,7 @@ class _Controlled(torch.autograd.Function):
 
 
 class MovingAverageBatchNorm(Peer):
-    """MABN, Moving Average Batch Normalization (Yan et al. 2020, arXiv:2001.06838, its Algorithm 1).
+    """MABN, Moving Average Batch Normalization (Yan et al. 2020, arXiv:2001.06838).
 
     No mean is subtracted: the weights before the norm are centralized instead (`centralize`). Of each call: the mean
     square q of x. Simple moving averages run over the last m calls, forward of q, backward of psi = mean(g z):
@@ -186,7 +186,7 @@ class MovingAverageBatchNorm(Peer):
     dE/dx = (g - z Psi) / sqrt(Q + eps), Psi the average of psi. Evaluation: x / sqrt(R + eps).
 
     `schedule`: (m, warm, free). Until call max(m, warm) Q and Psi are those of the call alone, until call `free` r = 1.
-    The authors take m = 32 / samples per batch, as if for batches of 32, warm = 100, free = 1,000.
+    The authors' code takes m = 32 / samples per batch, as if for batches of 32, warm = 100, free = 1,000.
     """
 
     R_MAX, DECAY = 5.0, 0.98
