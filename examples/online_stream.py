@@ -221,11 +221,21 @@ def table(stream):
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def filled(text, results):
-    """A page with the results between its marks: <!-- name --> and <!-- /name -->."""
+def command_of(results):
+    """What was run, and on what."""
     words = f"{results['seeds']} seeds, {results['versions']}, {results['seconds']:.0f} s in one thread:"
-    blocks = {"command": f"{words}\n\n```sh\n{results['command']}\n```"}
-    for name, block in (blocks | {name: table(stream) for name, stream in results["streams"].items()}).items():
+    return f"{words}\n\n```sh\n{results['command']}\n```"
+
+
+def filled(text, results):
+    """A page with the results."""
+    tables = {name: table(stream) for name, stream in results["streams"].items()}
+    return put(text, {"command": command_of(results)} | tables)
+
+
+def put(text, blocks):
+    """A page with blocks between their marks: <!-- name --> and <!-- /name -->."""
+    for name, block in blocks.items():
         pattern = rf"(?s)(<!-- {name} -->\n).*?(<!-- /{name} -->)"
         text, found = re.subn(pattern, lambda marks, block=block: f"{marks[1]}\n{block}\n\n{marks[2]}", text)
         if not found:
