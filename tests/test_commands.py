@@ -35,6 +35,8 @@ RUN_BY = {
     "examples/digits.py": "test_docs.py::test_the_demo",
     "examples/distributed.py": "test_distributed.py::test_the_loss_of_a_worker_changes_nothing",
     "examples/online_stream.py": "test_online_stream.py::test_it_runs_and_writes",
+    "examples/regression_stream.py": "test_regression_stream.py::test_it_runs_and_writes",
+    "examples/stream_q.py": "test_stream_q.py::test_it_runs_and_writes",
     "tests/fuzz.py": "test_commands.py::test_a_case_of_the_fuzz_is_tried_again",
     "tests/stress_threads.py": "test_threads.py::test_training_and_reading_at_once_does_not_crash",
     "make": "test_commands.py::test_make_alone_is_the_demo",
