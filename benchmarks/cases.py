@@ -242,7 +242,7 @@ def kernels_alone(shape):
 
     def call():
         fixed = *prepared.layout, torch.get_num_threads(), *(t.data_ptr() for t in (x, gain, bias, kept))
-        binding.layer_forward(prepared.settings, prepared.h1_record, *fixed, y.data_ptr())
+        binding.layer_forward(prepared.settings, prepared.h1_record, *fixed, len(x), True, y.data_ptr())
         out = (t.data_ptr() for t in (dx, dgain, dbias))
         binding.layer_backward(prepared.settings, prepared.looked.h2_record, *fixed, dy.data_ptr(), 1.0, *out)
 

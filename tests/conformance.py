@@ -283,7 +283,7 @@ def by_the_oracle(case, fed):
     streaming = case.kind == "streaming"
     layer = layer_of(case).double()
     ref = layer.ref.samples, layer.ref.channels, layer.ref.space
-    names = "alpha", "beta", "kappa", "warmup", "guard"
+    names = "alpha", "beta", "kappa", "warmup", "guard", "eval_memory"
     rest = {name: getattr(layer, name) for name in names} if streaming else {"steps": 1 + 2 * (case.kind == "steps")}
     make = StreamingOracle if streaming else BatchOracle
     oracle = make(case.shape[1], ref, layer.p, layer.center, eps=layer.eps, **rest)
@@ -307,7 +307,9 @@ def by_the_oracle(case, fed):
             }
             return {part: np.stack(found) if case.kind == "steps" else found[0] for part, found in parts.items()}
         found = {part: shape(oracle.latest[part]) for part in ("mean", "sigma")}
-        found |= {"seen": np.array(oracle.seen), "elements": np.array(oracle.elements)}
+        found |= {f"eval_{part}": shape(oracle.tested[part]) for part in ("mean", "sigma")}
+        counts = "seen", "elements", "counted", "samples"
+        found |= {name: np.array(getattr(oracle, name), dtype=float) for name in counts}
         for name, streams in (("stats", oracle.stats), ("grads", oracle.grads)):
             found[f"{name}_count"] = np.array(streams["mean"].count)
             for row, part in enumerate(("mean", "sigma")):
@@ -326,7 +328,7 @@ def by_the_oracle(case, fed):
                                for t in next(again))  # fmt: skip
                 x, dy = first(x), first(dy)
                 given = x if previous is None or not case.chained else x + 0.5 * previous
-                step = {} if streaming or case.kind != "steps" else {"step": number % (STEPS + 1)}
+                step = {"step": number % (STEPS + 1)} if streaming or case.kind == "steps" else {}
                 call = oracle.forward(given, mask, **step)
                 previous = call.output(oracle.bias)
                 made.append((call, dy))

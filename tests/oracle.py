@@ -142,7 +142,7 @@ class Stream:
 
 
 class StreamingOracle:
-    """Streaming Normalization with its warm start and its guard."""
+    """Streaming Normalization with its warm start, its guard and its memory for evaluation."""
 
     def __init__(
         self,
@@ -156,15 +156,18 @@ class StreamingOracle:
         warmup=256,
         eps=1e-5,
         guard=True,
+        eval_memory=None,
     ):
-        self.guard, self.elements, self.elements_before = guard, 0.0, None
+        self.eval_memory, self.samples = (64 if guard else 0) if eval_memory is None else eval_memory, 0
+        self.lasting = {"mean": Stream(), "sigma": Stream()}  # as H1, folded more slowly
+        self.guard, self.elements, self.elements_before, self.counted = guard, 0.0, None, 0.0
         self.reference, self.p, self.center, self.eps = reference, p, center, eps
         self.alpha, self.beta, self.kappa = alpha, beta, kappa or (*alpha, *alpha)
         self.warmup, self.seen, self.pending = warmup, 0.0, False
         self.weight, self.bias = np.ones(channels), np.zeros(channels)
         self.stats = {"mean": Stream(), "sigma": Stream()}
         self.grads = {"mean": Stream(), "sigma": Stream()}
-        self.latest = None
+        self.latest = self.tested = None
 
     def weights_updated(self):
         self.pending = True
@@ -178,6 +181,13 @@ class StreamingOracle:
             taken = max(taken, (long + short) * part)
         return long + short - taken, taken
 
+    def slowed(self, long, short, part=0.0):
+        """Weights for evaluation: what the window holds of its memory, at most, and `part` at least."""
+        if not self.eval_memory or long == 0:
+            return long, short
+        taken = min(short, (long + short) * max(self.samples / self.eval_memory, part))
+        return long + short - taken, taken
+
     def window(self):
         return None if self.elements_before is None else max(self.elements_before, self.elements)
 
@@ -185,15 +195,17 @@ class StreamingOracle:
         """The stored statistic that a sample's statistic contributes to."""
         return (None, *name[1:])
 
-    def forward(self, x, mask=None):
+    def forward(self, x, mask=None, step=0):
         if self.pending:
             k1, k2, k3, k4 = self.kappa
-            share = self.elements / max(self.seen, 1)
+            share = self.elements / max(self.counted, 1)
             for part in ("mean", "sigma"):
-                self.stats[part].fold(*self.weights(k1, k2, self.elements or None, share))
+                weights = self.weights(k1, k2, self.elements or None, share)
+                self.lasting[part].fold(*self.slowed(*weights, share))
+                self.stats[part].fold(*weights)
                 self.grads[part].fold(*self.weights(k3, k4, self.elements or None, share))
             if self.elements:
-                self.elements_before, self.elements = self.elements, 0.0
+                self.elements_before, self.elements, self.samples = self.elements, 0.0, 0
             self.pending = False
         own = Statistics(x, self.reference, self.p, self.eps, mask)
         layer_mean = sum(own.mean.values()) / len(own.mean)
@@ -209,33 +221,43 @@ class StreamingOracle:
             samples.setdefault(self.pooled(name), []).append(name)
         new = sum(len(found) for found in own.members.values()) / len(samples)
         self.seen += new
-        self.elements += new
-        s_hat = {}
+        here = len({index[0] for found in own.members.values() for index in found})
+        per_location = x.shape[1] if self.reference[1] == "all" else 1
+        unlike = min(new, 8 * here * per_location)  # locations of a sample are alike
+        self.counted -= self.elements
+        self.elements = max(self.elements + unlike if step == 0 else self.elements, unlike)  # a sequence counts once
+        self.counted += self.elements
+        self.samples = max(self.samples + here if step == 0 else self.samples, here)
+        s_hat, tested = {}, {}
         for part in ("mean", "sigma"):
             values = getattr(own, part)
             s = {key: sum(values[n] for n in names) / len(names) for key, names in samples.items()}
             self.stats[part].push(s)
-            s_hat[part] = self.stats[part].blend(*self.weights(*self.alpha, self.window()))
+            self.lasting[part].push(s)
+            weights = self.weights(*self.alpha, self.window())
+            s_hat[part] = self.stats[part].blend(*weights)
+            tested[part] = self.lasting[part].blend(*self.slowed(*weights))
         w = min(1.0, self.seen / self.warmup) if self.warmup else 1.0
         layer = {
             "mean": layer_mean,
             "sigma": (sum(v**self.p for v in own.sigma.values()) / len(own.sigma)) ** (1 / self.p),
         }
-        self.latest = {part: {key: w * v + (1 - w) * layer[part] for key, v in s_hat[part].items()} for part in s_hat}
-        return self.call(x, own, mask, w, self.window())
+        self.latest, self.tested = (
+            {part: {key: w * v + (1 - w) * layer[part] for key, v in found[part].items()} for part in found}
+            for found in (s_hat, tested)
+        )
+        return self.call(x, own, mask, self.latest, w, self.window())
 
-    def call(self, x, own, mask, w=1.0, window=None):
+    def call(self, x, own, mask, by, w=1.0, window=None):
         names = dict.fromkeys(statistic_of(index, self.reference) for index in np.ndindex(*x.shape))
         used = {
-            part: {
-                name: self.latest[part][self.pooled(name)] for name in names if self.pooled(name) in self.latest[part]
-            }
+            part: {name: by[part][self.pooled(name)] for name in names if self.pooled(name) in by[part]}
             for part in ("mean", "sigma")
         }
         return Call(x, own, used["mean"], used["sigma"], self.reference, self.weight.copy(), mask, w, window)
 
     def evaluate(self, x):
-        return self.call(x, None, None).output(self.bias)
+        return self.call(x, None, None, self.tested if self.eval_memory else self.latest).output(self.bias)
 
     def backward(self, call, dy):
         def stream(*g_users):

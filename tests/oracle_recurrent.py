@@ -1,6 +1,7 @@
 """The paper's normalized RNN and GRU, step by step in NumPy, forward and backward; norms come from `oracle`."""
 
 import numpy as np
+from oracle import StreamingOracle
 
 
 def tanh(u):
@@ -24,7 +25,7 @@ class RecurrentOracle:
         self.norms_x, self.norms_h, self.f = norms_x, norms_h, f
 
     def product(self, v, weight, norm):
-        call = norm.forward(v @ weight.T)
+        call = norm.forward(v @ weight.T, **({"step": self.t} if isinstance(norm, StreamingOracle) else {}))
         return call.output(norm.bias), (v, weight, norm, call)
 
     def product_backward(self, d, record):
@@ -37,7 +38,7 @@ class RecurrentOracle:
 
     def forward(self, xs, h):
         self.records, self.gradients, outputs = [], {}, []
-        for x in xs:
+        for self.t, x in enumerate(xs):
             h, record = self.step(x, h)
             self.records.append(record)
             outputs.append(h)

@@ -162,7 +162,7 @@ def test_the_operators_keep_their_promises():
         for among in {"plain", backends.among}:
             for p in (2.0, 1.0):
                 settings = layer._name_tag, Config(p=p).text, among
-                forward = x, weight, bias, None, *settings, *h1
+                forward = x, weight, bias, None, True, *settings, *h1
                 _, kept = torch.ops.streamnorm.forward_(*forward)
                 torch.library.opcheck(torch.ops.streamnorm.forward_.default, forward, test_utils=tests)
                 backward = dy, x, weight, None, kept, *settings, *h2

@@ -56,28 +56,32 @@ def test_full_windows_follow_the_paper_bit_for_bit(path, windows, warmup, settin
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_one_image_is_a_full_window(path):
+def test_four_images_are_a_full_window(path):
+    """However large they are: pixels of one image are alike, and count for eight elements at most."""
     ours, papers = pair()
     with PATHS[path]():
-        assert same(train(ours, [[1]] * 5, (3, 4, 8)), train(papers, [[1]] * 5, (3, 4, 8)))
-        assert not same(train(ours, [[1]] * 5, (3, 4, 7)), train(papers, [[1]] * 5, (3, 4, 7)))
+        assert same(train(ours, [[4]] * 5, (3, 4, 8)), train(papers, [[4]] * 5, (3, 4, 8)))
+        assert same(train(ours, [[1] * 4] * 5, (3, 4, 8)), train(papers, [[1] * 4] * 5, (3, 4, 8)))
+        assert not same(train(ours, [[3]] * 5, (3, 9, 9)), train(papers, [[3]] * 5, (3, 9, 9)))
+        assert not same(train(ours, [[4]] * 5, (3, 7)), train(papers, [[4]] * 5, (3, 7)))
 
 
 @pytest.mark.parametrize("layer", [RNN, GRU])
-def test_timesteps_fill_a_window_too(layer):
+def test_a_sequence_counts_once(layer):
+    """Its timesteps are alike, however many there are."""
     torch.manual_seed(0)
     ours = layer(3, 5)
     papers = copy.deepcopy(ours)
     for norm in papers.modules():
         if isinstance(norm, StreamingNorm):
             norm.guard = False
-    for steps, alike in ((16, True), (15, False)):
+    for samples, alike in ((32, True), (31, False)):
         results = []
         for model in (ours, papers):
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             generator = torch.Generator().manual_seed(1)
             for _ in range(4):
-                output, _ = model(torch.randn(steps, 2, 3, generator=generator))
+                output, _ = model(torch.randn(5, samples, 3, generator=generator))
                 output.square().mean().backward()
                 optimizer.step()
                 optimizer.zero_grad()

@@ -168,11 +168,11 @@ def test_a_record_of_settings_is_what_the_kernels_read():
     """Each setting has its own place in it, which a change of that setting alone changes."""
     first = binding.settings_record(Config())
     changes = {"p": 1, "center": "zero", "eps": 1.0, "alpha": (0.5, 0.5), "beta": (0.1, 0.2, 0.3)}
-    changes |= {"kappa": (0.1, 0.2, 0.3, 0.4), "warmup": 7, "guard": False}
+    changes |= {"kappa": (0.1, 0.2, 0.3, 0.4), "warmup": 7, "guard": False, "eval_memory": 7}
     places = {}
     for name in binding.KNOWN:
-        base = Config(kappa=(0.7, 0.3, 0.7, 0.3))
-        changed = binding.settings_record(type(base)(**{"kappa": base.kappa} | {name: changes[name]}))
+        base = {"kappa": (0.7, 0.3, 0.7, 0.3), "eval_memory": 64}  # which others imply
+        changed = binding.settings_record(Config(**base | {name: changes[name]}))
         assert len(changed) == len(first)
         places[name] = {i // 8 for i in range(len(first)) if changed[i] != first[i]}
         assert places[name], name

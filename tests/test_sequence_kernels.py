@@ -64,6 +64,14 @@ def train(net, windows, start, lengths, packed):
         optimizer.zero_grad()
 
 
+def off(actual, exact):
+    """By how much of the largest value."""
+    if not exact.is_floating_point() or not exact.numel():
+        return 0.0
+    actual, exact = actual.detach().double(), exact.detach()
+    return float((actual - exact).abs().max() / exact.abs().max().clamp(min=1e-300))
+
+
 @st.composite
 def runs(draw):
     center, warmup = draw(st.sampled_from(["running", "zero", "mean"])), draw(st.sampled_from([0, 40, 256]))
@@ -101,15 +109,20 @@ def test_fused_equals_plain(run, where):
     for norm in norms_of(fused):
         for parameter in norm.parameters():
             torch.nn.init.uniform_(parameter, 0.5, 1)
-    plain, batch = copy.deepcopy(fused).double(), len(lengths)
+    plain, rounded, batch = copy.deepcopy(fused).double(), copy.deepcopy(fused), len(lengths)
     windows = [[torch.randn(steps, batch, 5) for _ in range(chunks)] for chunks in (2, 1, 1)]
     start = torch.randn(fused.num_layers * (1 + fused.bidirectional), batch, hidden) if started else None
     rest = windows, start, None if form == "whole" else lengths, form == "packed"
     with machine(*where):
         actual = list(train(fused, *rest))
-    # After an update the weights differ by their rounding, which the recurrence amplifies.
-    for tolerance, a, b in zip((1e-5, 1e-4, 1e-4), actual, train(plain, *rest), strict=True):
-        same(a, b, tolerance)
+    with backends.use("plain"):
+        theirs = list(train(rounded, *rest))
+    # After an update the weights differ by their rounding, which the recurrence amplifies. How much it does without a
+    # warm start, where a first sigma may be next to 0, plain torch in float32 tells.
+    for tolerance, a, b, other in zip((1e-5, 1e-4, 1e-4), actual, train(plain, *rest), theirs, strict=True):
+        assert a.keys() == b.keys()
+        for name, exact in b.items():
+            close(a[name], exact, name, max(tolerance, 10 * off(other[name], exact)))
     with torch.no_grad(), machine(*where):
         close(fused.eval()(windows[0][0])[0], plain.eval()(windows[0][0].double())[0], "evaluation", 1e-4)
 

@@ -110,9 +110,10 @@ def test_the_state_is_outside_the_buffers_and_whole():
     layer = StreamingNorm(3)
     assert list(layer.buffers()) == []
     parts = {f"{s}_{part}" for s in ("stats", "grads") for part in ("long", "short", "count", "empty", "pending")}
-    numbers = "seen", "elements", "elements_before", "loss_scale"
-    assert set(layer.state_dict()) == {"weight", "bias", "mean", "sigma", *numbers} | parts
-    assert layer.state_dict()._metadata[""]["version"] == 3
+    numbers = "seen", "elements", "elements_before", "counted", "samples", "loss_scale"
+    tested = "eval_long", "eval_mean", "eval_sigma"
+    assert set(layer.state_dict()) == {"weight", "bias", "mean", "sigma", *numbers, *tested} | parts
+    assert layer.state_dict()._metadata[""]["version"] == 4
     assert layer.stats.count.dtype == torch.int64
     assert layer.stats.count.shape == ()
 
@@ -371,7 +372,7 @@ def test_loading_reports_what_does_not_fit():
         StreamingNorm(3).load_state_dict({k: v for k, v in state.items() if k != "grads_short"})
     with pytest.raises(RuntimeError, match=r"Unexpected key.*stray"):
         StreamingNorm(3).load_state_dict({**state, "stray": torch.zeros(1)})
-    state._metadata[""]["version"] = 4
+    state._metadata[""]["version"] = 5
     with pytest.raises(RuntimeError, match="newer streamnorm"):
         StreamingNorm(3).load_state_dict(state)
 
@@ -461,7 +462,7 @@ def test_a_newer_state_is_refused_whole():
     layer, newer = StreamingNorm(3), StreamingNorm(3)
     nn.init.zeros_(newer.weight)
     state = newer.state_dict()
-    state._metadata[""]["version"] = 4
+    state._metadata[""]["version"] = 5
     with pytest.raises(RuntimeError, match="newer streamnorm"):
         layer.load_state_dict(state)
     assert (layer.weight == 1).all()

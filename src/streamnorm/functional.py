@@ -8,6 +8,7 @@ from torch import Tensor
 from . import backends
 from .backends import H1, H2
 from .core import state as states
+from .core.algorithm import tested
 from .core.config import Config
 from .core.state import State
 from .engine.context import check_memory, materialized, refuse_transforms
@@ -71,6 +72,7 @@ def streaming_norm(
     bias: Tensor | None = None,
     *,
     mask: Tensor | None = None,
+    step: int = 0,
     training: bool = True,
 ) -> tuple[Tensor, State]:
     """Streaming Normalization of a mini-batch: what `StreamingNorm` computes, and the state after it.
@@ -79,7 +81,8 @@ def streaming_norm(
 
     Training: a pending weight update is folded into H1, s = S(x) is pushed, and s_hat is what H1 then blends to. The
     backward pass of y folds H2 and pushes g = dE/ds_hat; g_hat = beta1 * long + beta2 * short + beta3 * g flows on
-    through S(x). Evaluation uses `state.mean` and `state.sigma`, and returns the state as it is.
+    through S(x). Evaluation uses `state.eval_mean` and `state.eval_sigma`, or with eval_memory = 0 `state.mean` and
+    `state.sigma`, and returns the state as it is.
 
     The state that is given keeps its statistics (H1). H2, `state.grads`, is one and the same in the state that is given
     and in the one that is returned: the backward pass of y writes into its tensors, after this function has returned.
@@ -91,6 +94,7 @@ def streaming_norm(
         weight: the gain, or None.
         bias: the bias, or None.
         mask: True where the activation is real; the output is 0 elsewhere.
+        step: the timestep of a sequence; its samples count once, at step 0.
         training: whether statistics are streamed.
 
     Shape:
@@ -126,9 +130,10 @@ def streaming_norm(
         )
     if not training:
         shape = config.ref.kept_shape(x.shape)
-        return evaluate(x, state.mean.reshape(shape), state.sigma.reshape(shape), weight, bias, mask), state
+        mean, sigma = tested(config, state)
+        return evaluate(x, mean.reshape(shape), sigma.reshape(shape), weight, bias, mask), state
     x = materialized(x)
     after = replace(states.copied(state), grads=state.grads, loss_scale=state.loss_scale)
     call = backends.signature_of(config, x, weight, bias, mask, state.mean.dtype)
     plan = backends.choose(call, x, weight, bias, after)
-    return stream(x, weight, bias, mask, Call(plan, H1(after), H2(state.grads))), after
+    return stream(x, weight, bias, mask, Call(plan, H1(after), H2(state.grads), begins=step == 0)), after

@@ -109,7 +109,7 @@ class Backend(Protocol):
         None: every call is looked at anew.
         """
 
-    def forward(self, plan: "Plan", x: Tensor, weight: Any, bias: Any, mask: Any, h1: Any) -> Result:
+    def forward(self, plan: "Plan", x: Tensor, weight: Any, bias: Any, mask: Any, h1: Any, begins: bool) -> Result:
         """A training call. `h1`: an H1, which is written to; for other norms c of the p-th moment, or None."""
 
     def repeat(self, plan: "Plan", x: Tensor, weight: Any, bias: Any, mask: Any, kept: Any) -> Result:
@@ -147,6 +147,8 @@ class Sequence(NamedTuple):
     relu: bool
     reverse: bool
     training: bool
+    tested: bool  # by the statistics of evaluation, where it is no training
+    goes_on: bool  # from the state of another sequence
     sizes: tuple[int, ...]  # rows of each timestep
     config: Config  # of all norms
 

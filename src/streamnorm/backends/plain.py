@@ -45,7 +45,7 @@ class Plain:
     def steady(self, prepared: Any) -> None:
         return None
 
-    def forward(self, plan: Plan, x: Tensor, weight: Any, bias: Any, mask: Any, h1: Any) -> Result:
+    def forward(self, plan: Plan, x: Tensor, weight: Any, bias: Any, mask: Any, h1: Any, begins: bool) -> Result:
         config, wide = plan.call.config, x.to(plan.call.compute)
         if not plan.call.streaming:
             with outside_inference_mode():
@@ -54,7 +54,7 @@ class Plain:
                 )
             return self._normalized(plan, x, weight, bias, mask, own, None)
         with outside_inference_mode():
-            after, own, kept = stream_statistics(config, fold_statistics(config, h1.state), wide, mask)
+            after, own, kept = stream_statistics(config, fold_statistics(config, h1.state), wide, mask, begins)
         result = self._normalized(plan, x, weight, bias, mask, own, kept)
         with outside_inference_mode():
             write(h1.state, after, H1_FIELDS)

@@ -49,7 +49,7 @@ class TorchOps:
     def steady(self, prepared: Any) -> None:
         return None
 
-    def forward(self, plan: Plan, x: Tensor, weight: Any, bias: Any, mask: Any, h1: Any) -> Result:
+    def forward(self, plan: Plan, x: Tensor, weight: Any, bias: Any, mask: Any, h1: Any, begins: bool) -> Result:
         ref, eps = plan.call.config.ref, plan.call.config.eps
         if ref == BATCH_NORM:
             y, *found = torch.native_batch_norm(_batched(x, x), weight, bias, None, None, True, 0.0, eps)
@@ -61,7 +61,7 @@ class TorchOps:
         return y, tuple(found), None
 
     def repeat(self, plan: Plan, x: Tensor, weight: Any, bias: Any, mask: Any, kept: Any) -> Result:
-        return self.forward(plan, x, weight, bias, mask, None)
+        return self.forward(plan, x, weight, bias, mask, None, True)
 
     def backward(
         self, plan: Plan, dy: Tensor, x: Tensor, weight: Any, mask: Any, saved: Any, kept: Any, h2: Any, needs: Any

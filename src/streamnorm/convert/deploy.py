@@ -5,6 +5,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
+from ..core.algorithm import tested
 from ..core.statistics import masked
 from ..engine.context import evaluating
 from ..nn.base import Norm, check_channel_dim, mask_over_channels, to_channels_first
@@ -158,7 +159,8 @@ def _made(norm: Norm, recurrent: bool) -> tuple[nn.Module, str]:
 
 def statistics(norm: Norm) -> tuple[Tensor, Tensor]:
     """Mean and sigma of evaluation, as `(steps, C or 1, *space)`."""
-    mean, sigma = cast(Tensor, norm.mean).detach(), cast(Tensor, norm.sigma).detach()
+    used = tested(norm.config, norm.state) if isinstance(norm, StreamingNorm) else (norm.mean, norm.sigma)
+    mean, sigma = (cast(Tensor, vector).detach() for vector in used)
     if not isinstance(norm, TimeSpecificNorm):
         mean, sigma = mean[None], sigma[None]
     if not mean.numel():  # not bound to a spatial size yet

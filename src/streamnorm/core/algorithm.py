@@ -25,6 +25,7 @@ from .statistics import (
 )
 
 FULL = 32  # elements per statistic in a window from which on the guard does nothing
+ALIKE = 8  # locations of a sample count for so many elements at most: neighbours are alike
 
 
 class Kept(NamedTuple):
@@ -36,15 +37,20 @@ class Kept(NamedTuple):
     accept: Tensor  # bool scalar: S(x) was pushed
     w: Tensor  # of the warm start
     weight_share: Tensor  # that its window holds of a full one, for the guard; 1 without
-    window: Tensor  # elements of the window before, and all that had been seen with it: what a fold of H2 goes by
+    window: Tensor  # elements of the window before, and of all windows with it: what a fold of H2 goes by
     total: Tensor
 
 
 # ---- Algorithm 5: F -------------------------------------------------------------------------------------------------
 
 
-def stream_statistics(config: Config, before: State, x: Tensor, mask: Tensor | None) -> tuple[State, Moments, Kept]:
-    """F and the warm start: s = S(x) is pushed into H1, and what H1 then blends to normalizes."""
+def stream_statistics(
+    config: Config, before: State, x: Tensor, mask: Tensor | None, begins: bool = True
+) -> tuple[State, Moments, Kept]:
+    """F and the warm start: s = S(x) is pushed into H1, and what H1 then blends to normalizes.
+
+    `begins`: the samples are new, not those of the timestep before.
+    """
     kept_shape = config.ref.kept_shape(x.shape)
     s = measure(x, config, mask, _center_of(config, before, kept_shape))
     latest = layer = absent = torch.stack([before.mean, before.sigma])
@@ -58,17 +64,24 @@ def stream_statistics(config: Config, before: State, x: Tensor, mask: Tensor | N
         accept = accept & all_finite(layer)  # a sum over the layer overflows before its parts do
     stats = push(before.stats, value, accept)
     new = torch.where(accept, elements_per_statistic(s), 0).to(before.seen.dtype)
-    seen, elements = before.seen + new, before.elements + new
+    here = torch.where(accept, samples_of(x, mask), 0).to(new.dtype)
+    unlike = torch.minimum(new, here * (ALIKE * (x.shape[1] if config.ref.channels == "all" else 1)))
+    seen, elements = before.seen + new, held(before.elements, unlike, begins)
+    samples, counted = held(before.samples, here, begins), before.counted + (elements - before.elements)
     weight_share = window_share(config, elements, before.elements_before)
-    s_hat = blend(stats, *guarded(config.alpha, weight_share))
+    weights = guarded(config.alpha, weight_share)
+    s_hat, lasting = blend(stats, *weights), evaluation_blend(config, before.eval_long, stats, weights, samples)
     w = torch.ones_like(seen, dtype=latest.dtype)
     if config.warmup:
-        s_hat, w = warm_start(s_hat, layer, seen, config.warmup)
+        w = warmed_up(seen, config.warmup).to(latest.dtype)
+        s_hat, lasting = torch.lerp(layer, s_hat, w), torch.lerp(layer, lasting, w)
     s_hat = torch.where(accept, s_hat, latest)
+    lasting = torch.where(accept, lasting, torch.stack([before.eval_mean, before.eval_sigma]))
     after = replace(before, stats=stats, mean=s_hat[0], sigma=s_hat[1], seen=seen, elements=elements)
+    after = replace(after, counted=counted, samples=samples, eval_mean=lasting[0], eval_sigma=lasting[1])
     mean, sigma = s_hat[0].reshape(kept_shape), s_hat[1].reshape(kept_shape)
     center = s.center if config.center == "running" else None
-    return after, s, Kept(mean, sigma, center, accept, w, weight_share, before.elements_before, seen - elements)
+    return after, s, Kept(mean, sigma, center, accept, w, weight_share, before.elements_before, counted - elements)
 
 
 def _center_of(config: Config, before: State, kept_shape: tuple[int, ...]) -> Center:
@@ -92,15 +105,17 @@ def measured_again(config: Config, x: Tensor, mask: Tensor | None, kept: Kept) -
     )
 
 
-def window_statistics(config: Config, state: State) -> Tensor:
-    """s_hat of a window as a whole, in the place of its latest call."""
+def window_statistics(config: Config, state: State) -> tuple[Tensor, Tensor]:
+    """s_hat of a window as a whole, in the place of its latest call, and what evaluation uses."""
     stats = state.stats
-    weight_share = window_share(config, state.elements, state.elements_before)
-    s_hat = blend(stats, *guarded(config.alpha, weight_share))
+    weights = guarded(config.alpha, window_share(config, state.elements, state.elements_before))
+    s_hat = blend(stats, *weights)
+    lasting = evaluation_blend(config, state.eval_long, stats, weights, state.samples)
     if config.warmup and s_hat.numel():
         layer = layer_statistics(stats.short[0], stats.short[1], None, config.p)
-        s_hat, _ = warm_start(s_hat, layer.reshape(2, *(1 for _ in state.mean.shape)), state.seen, config.warmup)
-    return s_hat
+        layer, w = layer.reshape(2, *(1 for _ in state.mean.shape)), warmed_up(state.seen, config.warmup)
+        s_hat, lasting = torch.lerp(layer, s_hat, w.to(layer.dtype)), torch.lerp(layer, lasting, w.to(layer.dtype))
+    return s_hat, lasting
 
 
 # ---- Algorithm 6: G -------------------------------------------------------------------------------------------------
@@ -140,33 +155,36 @@ def stream_gradients(
 def fold_statistics(config: Config, state: State) -> State:
     """A pending weight update folded into H1, which closes its window."""
     due = is_due(state.stats)
-    weights = _fold_weights(config, config.kappa[:2], state.elements, state.seen)
+    weights = _fold_weights(config, config.kappa[:2], state.elements, state.counted)
+    lasting = slowed(config, weights, state.samples, state.elements / state.counted.clamp(min=1))
     return replace(
         state,
         stats=fold(state.stats, *weights),
+        eval_long=fold(replace(state.stats, long=state.eval_long), *lasting).long,
+        samples=torch.where(due, 0, state.samples),
         elements=torch.where(due, 0, state.elements),
         elements_before=torch.where(due, state.elements, state.elements_before),
     )
 
 
 def fold_gradients(config: Config, grads: Stream, window: Tensor, total: Tensor) -> Stream:
-    """The same for H2; `window`: elements of the window that H1 has closed, `total`: all that were seen at its end."""
+    """The same for H2; `window`: elements of the window that H1 has closed, `total`: those of all windows with it."""
     return fold(grads, *_fold_weights(config, config.kappa[2:], window, total))
 
 
 def folded(config: Config, state: State) -> State:
     """Both, where no call does it: a process without a batch."""
     state = fold_statistics(config, state)
-    grads = fold_gradients(config, state.grads, state.elements_before, state.seen - state.elements)
+    grads = fold_gradients(config, state.grads, state.elements_before, state.counted - state.elements)
     return replace(state, grads=grads)
 
 
 def _fold_weights(
-    config: Config, kappa: tuple[float, ...], elements: Tensor, seen: Tensor
+    config: Config, kappa: tuple[float, ...], elements: Tensor, counted: Tensor
 ) -> tuple[Tensor | float, Tensor | float]:
     if not config.guard:
         return kappa[0], kappa[1]
-    return guarded(kappa, _share(config, elements), elements / seen.clamp(min=1))
+    return guarded(kappa, _share(config, elements), elements / counted.clamp(min=1))
 
 
 # ---- streams --------------------------------------------------------------------------------------------------------
@@ -214,6 +232,11 @@ def drop(stream: Stream, dropped: Tensor) -> Stream:
 # ---- the guard of small windows (ours) ------------------------------------------------------------------------------
 
 
+def held(before: Tensor, new: Tensor, begins: bool) -> Tensor:
+    """What a window holds after a call: what begins adds up, and timesteps of the same samples are one."""
+    return torch.maximum(before + new if begins else before, new)
+
+
 def window_share(config: Config, elements: Tensor, before: Tensor) -> Tensor:
     """What the present window holds of a full one. What it will hold is not known: at least as much as the last."""
     return _share(config, torch.where(before > 0, torch.maximum(elements, before), 0))
@@ -250,6 +273,42 @@ def by_largest(vectors: Tensor) -> tuple[Tensor, Tensor]:
     return vectors / largest, largest
 
 
+# ---- a memory for evaluation (ours) ----------------------------------------------------------------------------------
+
+
+def slowed(
+    config: Config, weights: tuple[Tensor | float, Tensor | float], samples: Tensor, part: Tensor | float = 0.0
+) -> tuple[Tensor | float, Tensor | float]:
+    """`weights` of `long` and `short`, for evaluation: a window of n samples counts for n / eval_memory at most.
+
+    What `short` loses `long` gains. `part`: what the window is of everything so far; it counts for at least so much.
+    Nothing changes for a window of many samples, or where `long` counts for nothing.
+    """
+    if not config.eval_memory:
+        return weights
+    long, short = weights
+    most = (long + short) * (samples / config.eval_memory).clamp(min=part)
+    lost = torch.where(torch.as_tensor(long != 0, device=samples.device), (short - most).clamp(min=0), 0)
+    return long + lost, short - lost
+
+
+def tested(config: Config, state: State) -> tuple[Tensor, Tensor]:
+    """Mean and sigma for evaluation."""
+    return (state.eval_mean, state.eval_sigma) if config.eval_memory else (state.mean, state.sigma)
+
+
+def evaluation_blend(
+    config: Config, eval_long: Tensor, stats: Stream, weights: tuple[Tensor | float, Tensor | float], samples: Tensor
+) -> Tensor:
+    """What evaluation uses: `short` and the memory for evaluation; `weights`: those of s_hat."""
+    return blend(replace(stats, long=eval_long), *slowed(config, weights, samples))
+
+
+def samples_of(x: Tensor, mask: Tensor | None) -> Tensor | int:
+    """How many samples a mini-batch has: those with nothing but padding do not count."""
+    return x.shape[0] if mask is None else mask.flatten(1).any(1).sum()
+
+
 # ---- the warm start (ours) ------------------------------------------------------------------------------------------
 
 
@@ -266,7 +325,6 @@ def layer_statistics(mean: Tensor, sigma: Tensor, present: Tensor | None, p: flo
     return torch.stack([layer_mean(mean, present), largest * power ** (1 / p)])
 
 
-def warm_start(s_hat: Tensor, layer: Tensor, seen: Tensor, warmup: float) -> tuple[Tensor, Tensor]:
-    """s_hat <- w * s_hat + (1 - w) * layer with w = min(1, seen / warmup); returns it and w."""
-    w = (seen / warmup).clamp(max=1).to(s_hat.dtype)
-    return torch.lerp(layer, s_hat, w), w
+def warmed_up(seen: Tensor, warmup: float) -> Tensor:
+    """w = min(1, seen / warmup) of s_hat <- w * s_hat + (1 - w) * layer."""
+    return (seen / warmup).clamp(max=1)

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from .reference import CODES, NormRef, resolve
 
+EVAL_MEMORY = 64.0  # samples: with alpha2 = 0.3, windows of 20 or more are averaged no further
 CENTERS = ("mean", "running", "zero")  # settings A, B and C of the paper
 
 
@@ -39,6 +40,11 @@ class Statistic:
             raise ValueError(f'center={self.center!r}: use "mean" (setting A), "running" (B) or "zero" (C)')
         self._set(ref=resolve(self.ref), p=float(self.p), eps=float(self.eps))
 
+    @property
+    def implied(self) -> dict[str, Any]:
+        """What stands for None, by the other settings."""
+        return {}
+
     def _set(self, **values: Any) -> None:
         for name, value in values.items():
             object.__setattr__(self, name, value)
@@ -56,6 +62,8 @@ class Config(Statistic):
         warmup: elements per statistic for which the layer turns from a layer norm into a streaming norm; 0 switches
             that off. Not the paper's.
         guard: whether windows with few elements count for less. Not the paper's.
+        eval_memory: samples that evaluation averages over, at least; 0 is the paper's latest s_hat. None: 64, and 0
+            without the guard. Not the paper's.
 
     Example:
         >>> Config(alpha=(0.9, 0.1)).kappa
@@ -67,6 +75,7 @@ class Config(Statistic):
     kappa: tuple[float, ...] = None  # type: ignore[assignment]  # alpha, twice
     warmup: float = 256
     guard: bool = True
+    eval_memory: float = None  # type: ignore[assignment]  # by the guard
     text: ClassVar[str]
 
     def __post_init__(self) -> None:
@@ -75,16 +84,23 @@ class Config(Statistic):
             raise ValueError(f"warmup={self.warmup!r}: must be a finite number of at least 0 (elements per statistic)")
         if not isinstance(self.guard, bool):
             raise ValueError(f"guard={self.guard!r}: must be True, or False for the paper's rule at any size of window")
-        alpha = numbers("alpha", self.alpha, "long short")
-        kappa = alpha * 2 if self.kappa is None else self.kappa
         self._set(
-            alpha=alpha,
-            beta=numbers("beta", self.beta, "long short present"),
-            kappa=numbers("kappa", kappa, "long-stats short-stats long-grads short-grads"),
+            alpha=numbers("alpha", self.alpha, "long short"), beta=numbers("beta", self.beta, "long short present")
         )
+        self._set(**{name: value for name, value in self.implied.items() if getattr(self, name) is None})
+        self._set(kappa=numbers("kappa", self.kappa, "long-stats short-stats long-grads short-grads"))
+        if not (is_number(self.eval_memory) and self.eval_memory >= 0):
+            raise ValueError(
+                f"eval_memory={self.eval_memory!r}: must be a finite number of at least 0 (samples), or None"
+            )
+        self._set(eval_memory=float(self.eval_memory))
         # All of it as text, which the compiler's operators are given.
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         self._set(text=repr(values | {"ref": (self.ref.samples, self.ref.channels, self.ref.space)}))
+
+    @property
+    def implied(self) -> dict[str, Any]:
+        return {"kappa": self.alpha * 2, "eval_memory": EVAL_MEMORY if self.guard else 0.0}
 
 
 @lru_cache(maxsize=256)
@@ -99,6 +115,7 @@ SETTINGS = tuple(field.name for field in fields(Config))
 
 # The settings with which a layer that is called once per weight update is a batch norm.
 EXACT: dict[str, Any] = {"alpha": (0.0, 1.0), "beta": (0.0, 0.0, 1.0), "center": "mean", "warmup": 0, "guard": False}
+EXACT |= {"eval_memory": 0.0}
 
 
 def is_number(value: object) -> bool:

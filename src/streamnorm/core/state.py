@@ -4,7 +4,7 @@ H1 (statistics) belongs to the forward pass, H2 (their gradients) to the backwar
 pure functions from state to state; `write` puts a result into the tensors that a layer keeps.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from typing import Any
@@ -46,11 +46,17 @@ class State:
 
     stats: Stream
     grads: Stream
-    mean: Tensor = field(metadata=_of(Kind.VECTOR))  # the latest s_hat, for evaluation
+    mean: Tensor = field(metadata=_of(Kind.VECTOR))  # the latest s_hat
     sigma: Tensor = field(metadata=_of(Kind.VECTOR, 1))
     seen: Tensor = field(metadata=_of(Kind.COUNTER))  # reference elements per statistic so far, for the warm start
-    elements: Tensor = field(metadata=_of(Kind.COUNTER))  # of those, in the window since the last weight update
+    # What windows hold, the timesteps of a sequence counted once.
+    elements: Tensor = field(metadata=_of(Kind.COUNTER))  # per statistic, since the last weight update
     elements_before: Tensor = field(metadata=_of(Kind.COUNTER))  # in the window before; 0 if there was none
+    counted: Tensor = field(metadata=_of(Kind.COUNTER))  # in all windows so far
+    samples: Tensor = field(metadata=_of(Kind.COUNTER))  # since the last weight update
+    eval_long: Tensor = field(metadata=_of(Kind.PAIR))  # as `long` of H1, with a longer memory, for evaluation
+    eval_mean: Tensor = field(metadata=_of(Kind.VECTOR))  # what evaluation uses
+    eval_sigma: Tensor = field(metadata=_of(Kind.VECTOR, 1))
     loss_scale: Tensor = field(metadata=_of(Kind.NUMBER))  # of the latest push into H2; 0: never a scaler
 
 
@@ -111,8 +117,11 @@ def bind(state: State, shape: tuple[int, ...]) -> State:
 
 def to_dict(state: State) -> dict[str, Tensor]:
     """The tensors of a state under flat names: `mean`, `stats_long`, ..."""
-    streams = {f"{name}_{part}": getattr(getattr(state, name), part) for name in STREAMS for part in PARTS}
-    return {**streams, **{name: getattr(state, name) for name in _NUMBERS}}  # a form that older compilers trace
+    return {**_flat(state), **{name: getattr(state, name) for name in _NUMBERS}}  # a form that older compilers trace
+
+
+def _flat(state: State) -> dict[str, Tensor]:
+    return {f"{name}_{part}": getattr(getattr(state, name), part) for name in STREAMS for part in PARTS}
 
 
 def from_dict(tensors: dict[str, Tensor]) -> State:
@@ -149,8 +158,20 @@ def copied_stream(stream: Stream) -> Stream:
     return Stream(**{part: getattr(stream, part).clone() for part in PARTS})
 
 
+def completed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What a version before kept, and what has come since: evaluation used the latest s_hat."""
+    known = dict(tensors)
+    as_was = {"eval_long": "stats_long", "eval_mean": "mean", "eval_sigma": "sigma"}
+    known |= {name: known[old].clone() for name, old in as_was.items() if name not in known and old in known}
+    if "seen" in known:  # nor did all of them count what a window holds
+        counts = ("elements", "elements_before", "samples")
+        known |= {name: torch.zeros_like(known["seen"]) for name in counts if name not in known}
+        known.setdefault("counted", known["seen"].clone())
+    return known
+
+
 def recounted(state: State) -> State:
-    """A state whose counters may be of an older type."""
-    tensors = to_dict(state)
+    """A state as version 3 or this one keeps it, whose counters may be of an older type."""
+    tensors = completed({**vars(state), **_flat(state), "elements": state.elements})
     counters = [name for name, kind in FIELDS.items() if kind is Kind.COUNTER]
     return from_dict(tensors | {name: tensors[name].to(counter_dtype(tensors[name].device)) for name in counters})

@@ -26,6 +26,7 @@ class Call(NamedTuple):
     h2: Receiver = None
     entry: Entry | None = None  # inside of activation checkpointing
     statistics: bool = False  # whether S(x) is asked for, beside the output
+    begins: bool = True  # the samples are new, not those of the timestep before
 
 
 class Normalize(torch.autograd.Function):
@@ -33,11 +34,11 @@ class Normalize(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Any, bias: Any, mask: Any, call: Call) -> Any:
-        plan, h1, _, entry, statistics = call
+        plan, h1, _, entry, statistics, begins = call
         if entry is not None and entry.again:
             y, saved, kept = plan.backend.repeat(plan, x, weight, bias, mask, entry.kept[1])
         else:
-            y, saved, kept = plan.backend.forward(plan, x, weight, bias, mask, h1)
+            y, saved, kept = plan.backend.forward(plan, x, weight, bias, mask, h1, begins)
         if entry is not None:
             entry.kept = plan.backend, kept
         ctx.call, ctx.kept = call, kept
@@ -52,7 +53,7 @@ class Normalize(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             refuse_second_derivative()
-        (plan, _, h2, entry, _), (x, weight, mask, *saved) = ctx.call, ctx.saved_tensors
+        (plan, _, h2, entry, *_), (x, weight, mask, *saved) = ctx.call, ctx.saved_tensors
         if not (plan.call is None or plan.call.compiled) and compat.is_zero_tensor(dy):
             dy = dy.clone()  # zeros without memory cannot be written to; what a graph of the compiler gets has memory
         if h2 is not None and not isinstance(h2, H2):

@@ -102,28 +102,32 @@ def _numbers(share: Share, leads: bool) -> list[Tensor]:
     """
     state = share.state
     windows = [part for h in _streams(state) for part in (h.count, h.count * h.short)]
-    past = [part for h in _streams(state) for part in (h.long, h.empty)]
-    new, before = (state.seen - share.seen_before).clamp(min=0), share.seen_before
-    rounded = before.to(state.mean.dtype)  # a counter has more digits than the message: what they leave is sent too
-    return [*windows, new, *(part * leads for part in (*past, rounded, before - rounded))]
+    past = [part for h in _streams(state) for part in (h.long, h.empty)] + [state.eval_long]
+    new = (state.seen - share.seen_before).clamp(min=0)
+    for before in (share.seen_before, state.counted - state.elements):
+        rounded = before.to(state.mean.dtype)  # a counter has more digits than the message: what they leave is sent too
+        past += [rounded, before - rounded]
+    return [*windows, state.samples, state.elements, new, *(part * leads for part in past)]
 
 
 def _merged(share: Share, sums: Iterable[Tensor]) -> State:
     state, total = share.state, iter(sums)
     windows = [(next(total), next(total)) for _ in _streams(state)]
-    seen = next(total)
+    samples, elements, new = (_like(next(total), state.seen) for _ in range(3))
     past = [
         replace(h, long=_like(next(total), h.long), empty=next(total).reshape(()).to(h.long.device) > 0)
         for h in _streams(state)
     ]
     stats, grads = (_with_window(h, *window) for h, window in zip(past, windows, strict=True))
-    elements = _like(seen, state.elements)  # what was seen since the last merge is the window
-    before = _like(next(total), state.seen) + _like(next(total), state.seen)
-    state = replace(state, stats=stats, grads=grads, seen=before + elements, elements=elements)
-    s_hat = window_statistics(share.config, state)
+    eval_long = _like(next(total), state.eval_long)
+    seen, counted = (_like(next(total), state.seen) + _like(next(total), state.seen) for _ in range(2))
+    state = replace(state, stats=stats, grads=grads, seen=seen + new, counted=counted + elements, elements=elements)
+    state = replace(state, samples=samples, eval_long=eval_long)
+    s_hat, tested = window_statistics(share.config, state)
     there = stats.count > 0
     mean, sigma = torch.where(there, s_hat[0], state.mean), torch.where(there, s_hat[1], state.sigma)
-    return replace(state, mean=mean, sigma=sigma)
+    lasting = torch.where(there, tested, torch.stack([state.eval_mean, state.eval_sigma]))
+    return replace(state, mean=mean, sigma=sigma, eval_mean=lasting[0], eval_sigma=lasting[1])
 
 
 def _with_window(h: Stream, count: Tensor, weighted: Tensor) -> Stream:

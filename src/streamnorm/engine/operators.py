@@ -33,7 +33,7 @@ def _declared(names: tuple[str, ...]) -> str:
 _H2_FIELDS = tuple(f"grads_{part}" for part in PARTS)
 _LIBRARY: Any = torch.library.Library("streamnorm", "DEF")  # type: ignore[no-untyped-call]
 _LIBRARY.define(
-    f"forward_(Tensor x, Tensor? weight, Tensor? bias, Tensor? mask, {_SETTINGS}, {_declared(H1_FIELDS)}) "
+    f"forward_(Tensor x, Tensor? weight, Tensor? bias, Tensor? mask, bool begins, {_SETTINGS}, {_declared(H1_FIELDS)}) "
     "-> (Tensor, Tensor)",
     tags=[torch.Tag.pt2_compliant_tag],
 )
@@ -47,8 +47,8 @@ _LIBRARY.define(
 class Operators:
     """What the autograd.Function takes for a backend while the compiler traces it."""
 
-    def forward(self, plan: Plan, x: Tensor, weight: Any, bias: Any, mask: Any, h1: H1) -> Result:
-        y, kept = torch.ops.streamnorm.forward_(x, weight, bias, mask, *plan.prepared, *of_h1(h1.state))
+    def forward(self, plan: Plan, x: Tensor, weight: Any, bias: Any, mask: Any, h1: H1, begins: bool) -> Result:
+        y, kept = torch.ops.streamnorm.forward_(x, weight, bias, mask, begins, *plan.prepared, *of_h1(h1.state))
         return y, (kept,), None
 
     def backward(
@@ -70,10 +70,11 @@ def stream_compiled(
     tag: Tensor,
     config: Config,
     state: State,
+    begins: bool,
 ) -> Tensor:
     """A training call of a streaming layer, for the compiler to trace. `tag`: the layer's `_name_tag`."""
     plan = Plan(None, _OPERATORS, (tag, config.text, backends.among))  # type: ignore[arg-type]
-    return Normalize.apply(x, weight, bias, mask, Call(plan, H1(state), H2(state.grads)))  # type: ignore[no-untyped-call, no-any-return]
+    return Normalize.apply(x, weight, bias, mask, Call(plan, H1(state), H2(state.grads), begins=begins))  # type: ignore[no-untyped-call, no-any-return]
 
 
 def _signature(x: Tensor, weight: Any, bias: Any, mask: Any, text: str, stored: torch.dtype) -> Signature:
@@ -95,7 +96,7 @@ def _plan(call: Signature, among: str, x: Tensor, weight: Any, bias: Any, state:
 
 @torch.no_grad()
 def _forward(
-    x: Tensor, weight: Any, bias: Any, mask: Any, tag: Tensor, text: str, among: str, *h1: Tensor
+    x: Tensor, weight: Any, bias: Any, mask: Any, begins: bool, tag: Tensor, text: str, among: str, *h1: Tensor
 ) -> tuple[Tensor, Tensor]:
     tensors = dict(zip(H1_FIELDS, h1, strict=True))
     like = tensors["mean"]
@@ -113,7 +114,7 @@ def _forward(
             layer._on_forward(weight)
             if layer._folds_alike:
                 write(state, fold_statistics(plan.call.config, state), H1_FIELDS)
-        result = plan.backend.forward(plan, x, weight, bias, mask, H1(state))
+        result = plan.backend.forward(plan, x, weight, bias, mask, H1(state), begins)
     if entry is not None:
         entry.kept = plan.backend, result[2]
     return _laid_out_like(given, result[0]), plan.backend.pack(plan, result)
@@ -167,7 +168,7 @@ def _laid_out_like(x: Tensor, result: Tensor) -> Tensor:
 
 
 def _forward_shapes(
-    x: Tensor, weight: Any, bias: Any, mask: Any, tag: Tensor, text: str, among: str, *h1: Tensor
+    x: Tensor, weight: Any, bias: Any, mask: Any, begins: bool, tag: Tensor, text: str, among: str, *h1: Tensor
 ) -> tuple[Tensor, Tensor]:
     if compat.repeats_in_backward():
         raise RuntimeError(

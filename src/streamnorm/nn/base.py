@@ -200,7 +200,7 @@ class Norm(nn.Module):
         """The arguments that made it: the size, and what differs from the defaults."""
         defaults = {name: each.default for name, each in signature(type(self).__init__).parameters.items()}
         given = self._arguments()
-        defaults["kappa"] = given.get("alpha", ()) * 2
+        defaults |= self.config.implied
         words = [f"{name}={value!r}" for name, value in given.items() if value != defaults.get(name)]
         return ", ".join([str(self.num_features), *words])
 

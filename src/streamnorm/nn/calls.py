@@ -61,8 +61,8 @@ class Calls(Stateful):
         if step:
             self._remember_step()
         if torch.compiler.is_compiling():
-            return self._begin_compiled(*self._to_channels_first(x, mask))
-        known = self._as_before(x) if mask is None else None
+            return self._begin_compiled(*self._to_channels_first(x, mask), step == 0)
+        known = self._as_before(x, step == 0) if mask is None else None
         if known is not None:
             return known
         x, mask = self._to_channels_first(x, mask)
@@ -70,9 +70,9 @@ class Calls(Stateful):
         entry = replay.begin(id(self), collects)
         if not collects:
             return self._begin_evaluation(x, mask, entry)
-        return self._begin_training(x, mask, entry)
+        return self._begin_training(x, mask, entry, step == 0)
 
-    def _as_before(self, x: Tensor) -> Computation | None:
+    def _as_before(self, x: Tensor, begins: bool) -> Computation | None:
         """The call, if nothing about the layer or its input is new since the last one: no other checks."""
         own = self.__dict__
         known = own.get("_known")
@@ -90,12 +90,12 @@ class Calls(Stateful):
             pulse.forwards -= not self._awaits(x, None)
         elif version_of(weight) != pulse.version or pulse.forwards == PATIENCE:
             self._notice(weight)
-        return stream_eagerly, (x, weight, bias, None, (known.plan, None, self._receive, None, False))
+        return stream_eagerly, (x, weight, bias, None, (known.plan, None, self._receive, None, False, begins))
 
-    def _begin_compiled(self, x: Tensor, mask: Tensor | None) -> Computation:
+    def _begin_compiled(self, x: Tensor, mask: Tensor | None, begins: bool) -> Computation:
         state = self._snapshot() if exported() else self._state
         if not self._collects:
-            mean, sigma = self._shaped_like_input(state.mean, state.sigma, x)
+            mean, sigma = self._shaped_like_input(*self._used(state), x)
             return evaluate, (x, mean, sigma, self.weight, self.bias, mask)
         if self._scaler is not None:
             raise RuntimeError(
@@ -107,10 +107,10 @@ class Calls(Stateful):
                 f"{self.ref} is bound to a spatial size by its first training call, which has to run uncompiled: call "
                 "the model once before torch.compile"
             )
-        return stream_compiled, (x, self.weight, self.bias, mask, self._name_tag, self.config, state)
+        return stream_compiled, (x, self.weight, self.bias, mask, self._name_tag, self.config, state, begins)
 
     def _begin_evaluation(self, x: Tensor, mask: Tensor | None, entry: Entry | None) -> Computation:
-        mean, sigma = self._state.mean, self._state.sigma
+        mean, sigma = self._used(self._state)
         check_memory(mean=mean, sigma=sigma)
         if entry is not None and entry.again:
             mean, sigma = entry.kept
@@ -120,7 +120,7 @@ class Calls(Stateful):
             entry.kept = mean, sigma
         return evaluate, (x, *self._shaped_like_input(mean, sigma, x), self.weight, self.bias, mask)
 
-    def _begin_training(self, x: Tensor, mask: Tensor | None, entry: Entry | None) -> Computation:
+    def _begin_training(self, x: Tensor, mask: Tensor | None, entry: Entry | None, begins: bool) -> Computation:
         weight, bias = self.weight, self.bias
         again = entry is not None and entry.again
         if not again:
@@ -136,7 +136,7 @@ class Calls(Stateful):
         fits = None if self._is_special(mask, entry) else plan.backend.steady(plan.prepared)
         if fits is not None:
             self.__dict__["_known"] = Known(fits, plan, state, H2(state.grads), backends.active())
-        arguments = x, weight, bias, mask, Call(plan, H1(state), self._receive, entry)
+        arguments = x, weight, bias, mask, Call(plan, H1(state), self._receive, entry, begins=begins)
         return (stream_eagerly if state is self._state else self._bind_by), arguments
 
     def _is_special(self, mask: Tensor | None, entry: Entry | None) -> bool:
@@ -208,7 +208,7 @@ class Calls(Stateful):
         self._settled()
         state = self._own()
         if self._folds_alike:
-            window, total = state.elements_before, state.seen - state.elements
+            window, total = state.elements_before, state.counted - state.elements
             stream.write_stream(state.grads, fold_gradients(self.config, state.grads, window, total))
         return H2(state.grads, None if self._scaler is None else state.loss_scale)
 

@@ -1,10 +1,14 @@
 """What a state_dict may hold: numbers that a norm could have left there, or those of an nn.BatchNorm."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from math import inf
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+
+from ..core.state import State
 
 BATCHNORM_KEYS = ("running_mean", "running_var", "num_batches_tracked")
 
@@ -57,3 +61,13 @@ def batchnorm_statistics(state_dict: Mapping[str, Any], prefix: str, eps: float)
     if tracked is not None and int(tracked) == 0 and not mean.any() and bool((variance == 1).all()):
         return None
     return mean, (variance + eps).sqrt()
+
+
+def started(fresh: State, statistics: Tensor, seen: float) -> State:
+    """A state whose streams begin with `statistics`, as if so many elements had been `seen`; `(2, C)`."""
+    ended = torch.zeros_like(fresh.stats.empty)
+    stats = replace(fresh.stats, long=statistics.clone(), short=statistics.clone(), empty=ended)
+    mean, sigma = statistics
+    state = replace(fresh, stats=stats, mean=mean.clone(), sigma=sigma.clone(), seen=fresh.seen + seen)
+    state = replace(state, counted=state.seen.clone(), eval_long=statistics.clone())
+    return replace(state, eval_mean=mean.clone(), eval_sigma=sigma.clone())

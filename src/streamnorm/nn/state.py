@@ -10,16 +10,16 @@ from torch import Tensor
 from .. import backends
 from ..backends.memory import outside_inference_mode
 from ..core import state as stream
-from ..core.algorithm import drop, folded
+from ..core.algorithm import drop, folded, tested
 from ..core.config import Config
-from ..core.state import FIELDS, Kind, State, Stream
+from ..core.state import FIELDS, H1, Kind, State, Stream
 from ..engine import merging
 from ..engine.context import check_memory
 from ..engine.listener import Listener
 from ..engine.merging import SameGroup, Share
 from ..engine.updates import listen, loss_scale
 from .base import Device, Norm, moved, setting, statistics_like
-from .loading import BATCHNORM_KEYS, batchnorm_faults, batchnorm_statistics, fault, is_batchnorm, sigma_fault
+from .loading import BATCHNORM_KEYS, batchnorm_faults, batchnorm_statistics, fault, is_batchnorm, sigma_fault, started
 
 # Attributes that may be set without a look at how the next call is served: each call asks them, or none does.
 _OF_NO_PLAN = ("training", "_paused", "_dims")
@@ -31,7 +31,7 @@ class Stateful(Norm, Listener):
     config: Config
     _config_type = Config
     process_group: Any = None
-    _version = 3
+    _version = 4
     _state: State
     seen_before: Tensor  # `seen` when the windows of all processes were last merged
     _sized = False  # all processes know the spatial size of statistics with a location
@@ -41,6 +41,7 @@ class Stateful(Norm, Listener):
     beta = setting("beta", "Weights of `long`, `short` and the present gradient in g_hat.")
     kappa = setting("kappa", "Weights of `long` and `short` in a fold of H1, then of H2.")
     warmup = setting("warmup", "Elements per statistic for which it turns from a layer norm into a streaming norm.")
+    eval_memory = setting("eval_memory", "Samples that evaluation averages over, at least; 0: the latest s_hat.")
     guard = setting("guard", "Whether windows with few elements count for less.")
 
     def _begin_state(self, device: Device, dtype: torch.dtype | None) -> None:
@@ -74,11 +75,11 @@ class Stateful(Norm, Listener):
 
     def _fault(self, name: str, value: Tensor) -> str | None:
         """What is wrong with a tensor for the state, if anything: no training could have left it."""
-        weights = (*self.alpha, *self.kappa)
-        if name in ("sigma", "stats_long", "stats_short") and min(weights) >= 0:  # else it may turn negative
-            if name == "sigma":
+        if name in H1 and min(*self.alpha, *self.kappa) >= 0:  # else sigma may turn negative
+            if name.endswith("sigma"):
                 return sigma_fault(value, self.eps if any(self.alpha) else 0.0)
-            return fault(value) or fault(value[1], least=0)
+            if FIELDS[name] is Kind.PAIR:
+                return fault(value) or fault(value[1], least=0)
         is_count = FIELDS[name] in (Kind.COUNT, Kind.COUNTER, Kind.NUMBER)
         return fault(value, least=0) if is_count else fault(value)
 
@@ -98,6 +99,10 @@ class Stateful(Norm, Listener):
     @property
     def sigma(self) -> Tensor:
         return self._snapshot().sigma
+
+    def _used(self, state: State) -> tuple[Tensor, Tensor]:
+        """Mean and sigma of a call that streams nothing: training does not depend on the memory for evaluation."""
+        return (state.mean, state.sigma) if self.training else tested(self.config, state)
 
     @property
     def stats(self) -> Stream:
@@ -136,9 +141,9 @@ class Stateful(Norm, Listener):
 
     def reset_gradients(self) -> None:
         """Forget the streamed gradients, for a new loss or a new scale of it."""
-        state, like = self._state, self._state.mean
-        grads = replace(stream.new_stream(tuple(state.mean.shape), like), pending=state.grads.pending)
-        self._state = replace(state, grads=grads, loss_scale=like.new_zeros(()))
+        state, fresh = self._state, stream.new_stream(tuple(self._state.mean.shape), self._state.mean)
+        grads = replace(fresh, pending=state.grads.pending)
+        self._state = replace(state, grads=grads, loss_scale=state.mean.new_zeros(()))
 
     def _share(self) -> tuple[Any, Share] | None:
         group = merging.members(self.process_group)
@@ -255,11 +260,8 @@ class Stateful(Norm, Listener):
             mark = state_dict[prefix + "pending"]
             state_dict = {key: value for key, value in state_dict.items() if key != prefix + "pending"}
             state_dict |= {f"{prefix}{name}_pending": mark for name in stream.STREAMS}
-        if prefix + "seen" in state_dict:  # versions 1 and 2 did not count the elements of a window
-            unknown = torch.zeros_like(state_dict[prefix + "seen"])
-            state_dict = {f"{prefix}{name}": unknown for name in ("elements", "elements_before")} | dict(state_dict)
         before = state_dict.get(prefix + "seen_before")  # where windows are merged over processes
-        ours = {name: state_dict[prefix + name] for name in names if prefix + name in state_dict}
+        ours = stream.completed({name: state_dict[prefix + name] for name in names if prefix + name in state_dict})
         if ours and (local_metadata.get("version") or self._version) > self._version:
             error_msgs.append(f"{prefix}* was saved by a newer streamnorm (state version {local_metadata['version']})")
             return
@@ -325,9 +327,7 @@ class Stateful(Norm, Listener):
                 f"have shape {tuple(self.mean.shape)}: load an nn.BatchNorm into BA1 or SP2 with as many channels"
             )
             return
-        stats = replace(fresh.stats, long=both, short=both.clone(), empty=torch.zeros_like(fresh.stats.empty))
-        mean, sigma = both[0].clone(), both[1].clone()
-        self._state = replace(fresh, stats=stats, mean=mean, sigma=sigma, seen=fresh.seen + max(self.warmup, 1.0))
+        self._state = started(fresh, both, max(self.warmup, 1.0))
         self._forget_merges(self._state.seen)
 
 

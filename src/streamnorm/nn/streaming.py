@@ -25,10 +25,11 @@ class StreamingNorm(Calls):
     Training: a call folds a weight update that has happened since the last call into H1, pushes s = S(x) and normalizes
     with s_hat. Its backward pass does the same with H2: it folds, pushes g = dE/ds_hat, and g_hat = beta1 * long +
     beta2 * short + beta3 * g flows on through S(x) instead of g. A mini-batch with values that are not finite is not
-    pushed. Evaluation uses the latest s_hat and changes nothing.
+    pushed. Evaluation changes nothing; it uses the latest s_hat, or where windows are small a longer average.
 
     Optimizers of torch tell the layer of weight updates by themselves; see `streamnorm.attach` for the exceptions.
-    State: `mean`, `sigma` (the latest s_hat), `stats` (H1), `grads` (H2), all of it in `state_dict()`.
+    State: `mean`, `sigma` (the latest s_hat), `stats` (H1), `grads` (H2), `eval_mean`, `eval_sigma` (what evaluation
+    uses), all of it in `state_dict()`.
 
     Args:
         num_features: the number of channels C.
@@ -41,7 +42,11 @@ class StreamingNorm(Calls):
         warmup: elements per statistic for which the layer turns gradually from a layer norm into a streaming norm; 0
             switches that off. Not the paper's.
         guard: whether windows between weight updates with fewer than 32 elements per statistic count for less, and
-            pass on no longer a gradient than their own. Full windows follow the paper exactly. Not the paper's.
+            pass on no longer a gradient than their own. Locations of one sample count for eight elements at most, and
+            a sequence counts once. Full windows follow the paper exactly. Not the paper's.
+        eval_memory: samples that evaluation averages over, at least: a window of n samples counts for n / eval_memory
+            there, if that is less than its weight in training. 0 is the paper's latest s_hat. None: 64 with the
+            guard, 0 without. Training does not depend on it. Not the paper's.
         eps: added inside of the root of sigma.
         affine: whether there are gain and bias, learned per channel.
         channel_dim: 1 for input `(N, C, *space)`, -1 for `(N, *space, C)`.
@@ -53,7 +58,7 @@ class StreamingNorm(Calls):
     Shape:
         - x: `(N, C, *space)`, or `(N, *space, C)` with `channel_dim=-1`; the output has the same shape.
         - mask: broadcasts to `(N, *space)`, True where the activation is real; the output is 0 elsewhere.
-        - step: ignored, as only `TimeSpecificNorm` tells timesteps apart.
+        - step: the timestep of a sequence, whose samples count once, at step 0.
 
     Example:
         >>> norm = StreamingNorm(3)
@@ -74,6 +79,7 @@ class StreamingNorm(Calls):
         kappa: Sequence[float] | None = None,
         warmup: float = 256,
         guard: bool = True,
+        eval_memory: float | None = None,
         eps: float = 1e-5,
         affine: bool = True,
         channel_dim: int = 1,
@@ -81,7 +87,7 @@ class StreamingNorm(Calls):
         device: Device = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        config = Config(ref, p, center, eps, alpha, beta, kappa, warmup, guard)  # type: ignore[arg-type]
+        config = Config(ref, p, center, eps, alpha, beta, kappa, warmup, guard, eval_memory)  # type: ignore[arg-type]
         super().__init__(num_features, config, affine=affine, channel_dim=channel_dim, device=device, dtype=dtype)
         check_group(process_group)
         self.process_group = process_group
@@ -91,7 +97,7 @@ class StreamingNorm(Calls):
         """Algorithm 5 of the paper; its backward pass is Algorithm 6."""
         # A training call folds if the weights were updated, pushes s = S(x) into H1 and normalizes with the s_hat that
         # H1 blends to; its backward pass folds, pushes g = dE/ds_hat into H2 and sends on the g_hat that H2 blends to.
-        # In evaluation the latest s_hat is a constant.
+        # In evaluation the statistics are constants.
         compute, arguments = self._begin(x, mask, step)
         return self._restore_layout(compute(*arguments))
 

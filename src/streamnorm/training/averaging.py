@@ -158,6 +158,9 @@ class _Collector:
         bound = stream.bind(self.kept, tuple(found.mean.shape))
         none = torch.zeros_like(seen)
         after = replace(bound, stats=stats, mean=found.mean, sigma=found.sigma, seen=seen, elements=none)
+        after = replace(
+            after, counted=seen.clone(), samples=none, eval_long=average, eval_mean=found.mean, eval_sigma=found.sigma
+        )
         if after.mean.shape != norm._state.mean.shape:
             norm._state = stream.new_state(tuple(after.mean.shape), after.mean)
         stream.write(norm._own(), after)
@@ -183,7 +186,7 @@ class _Collector:
     def _use(self, index: tuple[int, ...], mean: Tensor, sigma: Tensor) -> None:
         """Let the norm normalize by these."""
         if self.streaming:
-            self.norm._state = replace(self.norm._state, mean=mean, sigma=sigma)
+            self.norm._state = replace(self.norm._state, mean=mean, sigma=sigma, eval_mean=mean, eval_sigma=sigma)
         else:
             self.norm._bind(tuple(mean.shape))
             self.norm.mean[index], self.norm.sigma[index] = mean, sigma

@@ -37,6 +37,7 @@ _WRITTEN: dict[str, tuple[str, Callable[[Any], list[Any]]]] = {
     "alpha": ("2d", list),
     "beta": ("3d", list),
     "kappa": ("4d", list),
+    "eval_memory": ("d", lambda samples: [samples]),
 }
 H1_NAMES, H2_NAMES = H1, tuple(name for name in H2 if name != "loss_scale")  # the scale goes with the call
 KNOWN = tuple(name for name in SETTINGS if name in _WRITTEN)  # and `ref`, which is always BA1

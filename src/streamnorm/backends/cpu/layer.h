@@ -117,7 +117,8 @@ inline void stream_rows(const Layer& call, Kept kept, double* sums) {
     find_centers(call, kept, sums);
     sum_all(call, kept.center, sums);
     finish_moments(*call.settings, n, sums, call.channels, 0, call.channels, kept);
-    stream_statistics(*call.settings, *call.h1, call.channels, n, kept);
+    stream_statistics(*call.settings, *call.h1, call.channels, n, (double)call.batch, call.begins != 0,
+                      kept);
 }
 
 // ---- forward -------------------------------------------------------------------------------------------------------
@@ -166,7 +167,7 @@ void layer_forward(const Layer& call, float* y) {
     }
     const bool steady = !starts(set, state) && warm_up(set, *state.seen + n) == 1;
     if (set.center != MEAN) find_centers(call, kept, sums);
-    const Push push(state.stats, guarded(set.alpha, window_share(set, state, n)), true);
+    const Push push(state.stats, guarded(set.alpha, window_share(set, state, (double)call.batch, n, call.begins != 0)), true);
     each_group(call, [&](int64_t first, int64_t last) {
         if (set.center == MEAN) {  // while the group is in the cache
             for (int64_t c = first; c < last; c++) kept.center[c] = call.x[c * call.space];
@@ -181,7 +182,7 @@ void layer_forward(const Layer& call, float* y) {
         }
         if (steady) normalize_group(call, first, last, kept.mean_hat, kept.sigma_hat, y);
     });
-    stream_statistics(set, state, channels, n, kept);
+    stream_statistics(set, state, channels, n, (double)call.batch, call.begins != 0, kept);
     if (steady && *kept.accept != 0) return;
     each_group(call, [&](int64_t first, int64_t last) {
         normalize_group(call, first, last, kept.mean_hat, kept.sigma_hat, y);

@@ -70,11 +70,11 @@ class Cpu:
     def steady(self, prepared: Prepared) -> Callable[[Tensor, Any, Any], bool]:
         return partial(binding.fits, *prepared[:5])
 
-    def forward(self, plan: Plan, x: Tensor, weight: Any, bias: Any, mask: Any, h1: Any) -> Result:
+    def forward(self, plan: Plan, x: Tensor, weight: Any, bias: Any, mask: Any, h1: Any, begins: bool) -> Result:
         prepared = plan.prepared
         y, kept = torch.empty_like(x) if prepared.keeps_layout else _like(x), x.new_empty(prepared.kept_size)
         gain, shift = 0 if weight is None else weight.data_ptr(), 0 if bias is None else bias.data_ptr()
-        given = x.data_ptr(), gain, shift, kept.data_ptr(), y.data_ptr()
+        given = x.data_ptr(), gain, shift, kept.data_ptr(), prepared.shape[0], begins, y.data_ptr()
         binding.layer_forward(prepared.settings, prepared.h1_record, *prepared.layout, torch.get_num_threads(), *given)
         return y, (), (kept, x.stride(), y.stride())
 

@@ -85,11 +85,13 @@ Layer layer_from(Arguments& in, Pass pass) {
     call.gain = in.address();
     call.bias = in.address();
     call.kept = in.address();
+    call.batch = pass == Pass::FORWARD ? in.number() : 0;
+    call.begins = pass == Pass::FORWARD ? in.number() : 0;
     return call;
 }
 
 PyObject* layer_forward(PyObject*, PyObject* const* args, Py_ssize_t count) {
-    if (!counted(count, 13)) return nullptr;
+    if (!counted(count, 15)) return nullptr;
     Arguments in{args};
     const Layer call = layer_from(in, Pass::FORWARD);
     float* y = in.address();
@@ -127,6 +129,8 @@ Sequence sequence_from(Arguments& in) {
     seq.reverse = in.number();
     seq.steps = in.number();
     seq.hidden = in.number();
+    seq.tested = in.number();
+    seq.goes_on = in.number();
     seq.sizes = in.records<int64_t>(seq.steps);
     seq.products = in.address();
     seq.start = in.address();
@@ -140,7 +144,7 @@ Sequence sequence_from(Arguments& in) {
 }
 
 PyObject* sequence_forward(PyObject*, PyObject* const* args, Py_ssize_t count) {
-    if (!counted(count, 18)) return nullptr;
+    if (!counted(count, 20)) return nullptr;
     Arguments in{args};
     Sequence seq = sequence_from(in);
     seq.output = in.address();
@@ -150,7 +154,7 @@ PyObject* sequence_forward(PyObject*, PyObject* const* args, Py_ssize_t count) {
 }
 
 PyObject* sequence_backward(PyObject*, PyObject* const* args, Py_ssize_t count) {
-    if (!counted(count, 22)) return nullptr;
+    if (!counted(count, 24)) return nullptr;
     Arguments in{args};
     const Sequence seq = sequence_from(in);
     float* out[6];

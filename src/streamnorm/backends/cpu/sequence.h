@@ -37,9 +37,10 @@ inline Kept kept_of(const Sequence& seq, int64_t t, int64_t norm) {
 }
 
 // The call of one norm at one timestep, as a layer of rows. `x`: the first row of its gate's products.
-inline Layer call_of(const Sequence& seq, int64_t norm, int64_t rows, const float* x) {
+inline Layer call_of(const Sequence& seq, int64_t norm, int64_t rows, const float* x, bool begins = false) {
     const Norm& n = seq.norms[norm];
-    return Layer{seq.settings, &n.h1, &n.h2, 1, rows, seq.hidden, 1, seq.gates * seq.hidden, 1, x, n.gain, n.bias, nullptr};
+    const int64_t stride = seq.gates * seq.hidden;
+    return {seq.settings, &n.h1, &n.h2, 1, rows, seq.hidden, 1, stride, 1, x, n.gain, n.bias, nullptr, rows, begins};
 }
 
 // ---- forward -------------------------------------------------------------------------------------------------------
@@ -52,11 +53,11 @@ struct Linear {
 inline Linear take_statistics(const Sequence& seq, int64_t norm, const Step& step, const float* x, double* scratch,
                               float* scale, float* shift) {
     const Norm& n = seq.norms[norm];
-    const float *mean = n.h1.mean, *sigma = n.h1.sigma;
+    const float *mean = seq.tested ? n.h1.eval_mean : n.h1.mean, *sigma = seq.tested ? n.h1.eval_sigma : n.h1.sigma;
     if (seq.training) {
         const Kept kept = kept_of(seq, step.t, norm);
         fold_statistics(*seq.settings, n.h1, seq.hidden);
-        stream_rows(call_of(seq, norm, step.rows, x), kept, scratch);
+        stream_rows(call_of(seq, norm, step.rows, x, step.earlier == 0 && !seq.goes_on), kept, scratch);
         mean = kept.mean_hat, sigma = kept.sigma_hat;
     }
     find_units(n.gain, sigma, 0, seq.hidden, scale);

@@ -99,5 +99,5 @@ def _arguments(
     parts = zip(affine[:norms], affine[norms:], h1, h2, scales, strict=True)
     records = b"".join(binding.norm_record(*each) for each in parts)
     steps, sizes = len(call.sizes), struct.pack(f"{len(call.sizes)}q", *call.sizes)
-    numbers = int(call.relu), int(call.training), int(call.reverse), steps, hidden
+    numbers = int(call.relu), int(call.training), int(call.reverse), steps, hidden, call.tested, call.goes_on
     return binding.settings_record(call.config), call.gates, records, *numbers, sizes

@@ -35,16 +35,20 @@ inline float lerp(float from, float to, float share) {  // rounds as torch.lerp 
 }
 
 const double FULL = 32;  // elements per statistic in a window from which on the guard does nothing
+const double ALIKE = 8;  // locations of a sample count for so many elements at most
 
 // What so many elements are of a full window; 1 where their number is not known, 0, or nothing is guarded.
 inline float share_of(const Settings& set, double elements) {
     return set.guard && elements > 0 ? (float)std::min(1.0, elements / FULL) : 1.0f;
 }
 
-// Of the present window, with so many elements more.
-inline float window_share(const Settings& set, const H1& state, double more) {
-    const double before = *state.elements_before;
-    return share_of(set, before > 0 ? std::max(*state.elements + more, before) : 0.0);
+// What a window holds after a call: what begins adds up, and timesteps of the same samples are one.
+inline double held(double before, double more, bool begins) { return std::max(begins ? before + more : before, more); }
+
+// Of the present window, with a call of so many samples and elements.
+inline float window_share(const Settings& set, const H1& state, double samples, double elements, bool begins) {
+    const double before = *state.elements_before, more = std::min(elements, ALIKE * samples);
+    return share_of(set, before > 0 ? std::max(held(*state.elements, more, begins), before) : 0.0);
 }
 
 struct Weights {
@@ -60,28 +64,44 @@ inline Weights guarded(const double* weights, float share, float part = 0) {
     return {lasting + lost, recent - lost};
 }
 
+// The same for evaluation: a window of so many samples counts for no more than these are of its memory, but for at least
+// its `part` of everything so far. See `slowed` of core/algorithm.py.
+inline Weights slowed(const Settings& set, Weights weights, double samples, float part = 0) {
+    if (!(set.eval_memory > 0) || weights.lasting == 0) return weights;
+    const float most = (weights.lasting + weights.recent) * std::max((float)(samples / set.eval_memory), part);
+    const float lost = std::max(weights.recent - most, 0.0f);
+    return {weights.lasting + lost, weights.recent - lost};
+}
+
+inline void fold_into(float* lasting, const Stream& s, int64_t channels, Weights weights) {
+    for (int64_t i = 0; i < 2 * channels; i++)
+        lasting[i] = *s.empty ? s.recent[i] : weights.lasting * lasting[i] + weights.recent * s.recent[i];
+}
+
 // A pending weight update: long = keep * long + take * short (the first time, short), count = 0. Whether it was one.
 inline bool fold(const Stream& s, int64_t channels, Weights weights) {
     const bool due = *s.pending && *s.count != 0;
     *s.pending = false;
     if (!due) return false;
-    for (int64_t i = 0; i < 2 * channels; i++)
-        s.lasting[i] = *s.empty ? s.recent[i] : weights.lasting * s.lasting[i] + weights.recent * s.recent[i];
+    fold_into(s.lasting, s, channels, weights);
     *s.count = 0;
     *s.empty = false;
     return true;
 }
 
-inline Weights fold_weights(const Settings& set, const double* kappa, double elements, double seen) {
-    return guarded(kappa, share_of(set, elements), (float)(elements / std::max(seen, 1.0)));
+inline Weights fold_weights(const Settings& set, const double* kappa, double elements, double counted) {
+    return guarded(kappa, share_of(set, elements), (float)(elements / std::max(counted, 1.0)));
 }
 
 inline void fold_statistics(const Settings& set, const H1& state, int64_t channels) {
     if (!*state.stats.pending) return;
-    const double elements = *state.elements;
-    if (!fold(state.stats, channels, fold_weights(set, set.kappa, elements, *state.seen))) return;
+    const double elements = *state.elements, counted = *state.counted;
+    const Weights weights = fold_weights(set, set.kappa, elements, counted);
+    const Weights lasting = slowed(set, weights, *state.samples, (float)(elements / std::max(counted, 1.0)));
+    if (*state.stats.count != 0) fold_into(state.eval_long, state.stats, channels, lasting);
+    if (!fold(state.stats, channels, weights)) return;
     *state.elements_before = elements;
-    *state.elements = 0;
+    *state.elements = *state.samples = 0;
 }
 
 // By the window that H1 had closed when the call was made that these are the gradients of.
@@ -137,30 +157,45 @@ inline float layer_sigma(const float* sigma, int64_t channels, int64_t p) {
 
 // F of the paper and the warm start: S(x) in `kept` is pushed into H1, and s_hat put beside it. A call whose
 // statistics are not all finite is not pushed, and the latest s_hat serves.
-inline void stream_statistics(const Settings& set, const H1& state, int64_t channels, double elements, Kept kept) {
+inline void stream_statistics(const Settings& set, const H1& state, int64_t channels, double elements, double samples,
+                              bool begins, Kept kept) {
     const bool accept = all_finite(kept.mean, channels) && all_finite(kept.sigma, channels);
     *kept.accept = accept;
-    *kept.share = window_share(set, state, accept ? elements : 0);
-    if (accept) *state.seen += elements, *state.elements += elements;
+    *kept.share = window_share(set, state, accept ? samples : 0, accept ? elements : 0, begins);
+    if (accept) {
+        *state.seen += elements;
+        const double holds = held(*state.elements, std::min(elements, ALIKE * samples), begins);
+        *state.counted += holds - *state.elements;
+        *state.elements = holds;
+        *state.samples = held(*state.samples, samples, begins);
+    }
     *kept.window = (float)*state.elements_before;
-    *kept.total = (float)(*state.seen - *state.elements);
+    *kept.total = (float)(*state.counted - *state.elements);
     *kept.w = warm_up(set, *state.seen);
     if (!accept) {
         std::copy(state.mean, state.mean + channels, kept.mean_hat);
         std::copy(state.sigma, state.sigma + channels, kept.sigma_hat);
         return;
     }
-    const Push push(state.stats, guarded(set.alpha, *kept.share), true);
+    const Weights weights = guarded(set.alpha, *kept.share);
+    const Push push(state.stats, weights, true);
     push.take(0, channels, kept.mean);
     push.take(channels, channels, kept.sigma);
     push.blend_all(0, channels, kept.mean_hat);
     push.blend_all(channels, channels, kept.sigma_hat);
+    Stream lasting = state.stats;
+    lasting.lasting = state.eval_long;
+    const Push tested(lasting, slowed(set, weights, *state.samples), true);
+    tested.blend_all(0, channels, state.eval_mean);
+    tested.blend_all(channels, channels, state.eval_sigma);
     *state.stats.count += 1;
     if (*kept.w < 1) {
         const float mean = layer_mean(kept.mean, channels), sigma = layer_sigma(kept.sigma, channels, set.p);
         for (int64_t i = 0; i < channels; i++) {
             kept.mean_hat[i] = lerp(mean, kept.mean_hat[i], *kept.w);
             kept.sigma_hat[i] = lerp(sigma, kept.sigma_hat[i], *kept.w);
+            state.eval_mean[i] = lerp(mean, state.eval_mean[i], *kept.w);
+            state.eval_sigma[i] = lerp(sigma, state.eval_sigma[i], *kept.w);
         }
     }
     std::copy(kept.mean_hat, kept.mean_hat + channels, state.mean);

@@ -10,8 +10,9 @@ struct Settings {
     int64_t center;
     double eps, alpha[2], beta[3], kappa[4], warmup;
     int64_t guard;
+    double eval_memory;
 };
-#define SETTINGS_FIELDS "p center eps alpha beta kappa warmup guard"
+#define SETTINGS_FIELDS "p center eps alpha beta kappa warmup guard eval_memory"
 
 // The fields of the next three are in the order of core/config.py and core/state.py; binding.py compares their names.
 struct Stream {
@@ -24,9 +25,12 @@ struct Stream {
 struct H1 {  // what forward passes write
     Stream stats;
     float *mean, *sigma;
-    double *seen, *elements, *elements_before;
+    double *seen, *elements, *elements_before, *counted, *samples;
+    float *eval_long, *eval_mean, *eval_sigma;
 };
-#define H1_FIELDS "stats_long stats_short stats_count stats_empty stats_pending mean sigma seen elements elements_before"
+#define H1_FIELDS                                                                                    \
+    "stats_long stats_short stats_count stats_empty stats_pending mean sigma seen elements "          \
+    "elements_before counted samples eval_long eval_mean eval_sigma"
 
 struct H2 {  // what backward passes write
     Stream grads;
@@ -41,6 +45,7 @@ struct Layer {
     int64_t rows, samples, channels, space, stride, threads;
     const float *x, *gain, *bias;  // gain and bias may be null
     float* kept;                   // 5 * channels + 5, between forward and backward
+    int64_t batch, begins;         // of the forward pass: its samples, and whether they are new in the window
 };
 
 // The norm of one product of one gate.
@@ -57,6 +62,7 @@ struct Sequence {
     const Norm* norms;  // of the input's products, gate by gate, then of the hidden state's
     int64_t gates;      // 1: RNN, 3: GRU
     int64_t relu, training, reverse, steps, hidden;
+    int64_t tested, goes_on;  // by the statistics of evaluation; from the state of another sequence
     const int64_t* sizes;
     const float *products, *start, *weight;  // (rows, gates * hidden), (samples, hidden), (gates * hidden, hidden)
     // Kept for backward: the hidden state's products; the hidden state before each step; the new state, of a GRU r, z,

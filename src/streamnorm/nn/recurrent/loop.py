@@ -84,6 +84,7 @@ def run_packed(
     outputs: list[Any] = [None] * len(sizes)
     ended: list[Hidden] = []
     state = tuple(s[:0] for s in start) if reverse else start
+    gates.first = len(sizes) - 1 if reverse else 0
     for t in reversed(steps) if reverse else steps:
         here = state[0].shape[0]
         if sizes[t] < here:
@@ -152,7 +153,9 @@ def served(
         reached = products.requires_grad and gates.weight.requires_grad
         if not (reached or all(norm.affine and norm.weight.requires_grad for norm in norms)):
             return "some norm gets no gradient"
-    call = backends.Sequence(gates.kind.gates, f is torch.relu, reverse, training, tuple(sizes), norms[0].config)
+    tested = not norms[0].training and norms[0].eval_memory > 0
+    kind = gates.kind.gates, f is torch.relu, reverse, training, tested, gates.goes_on
+    call = backends.Sequence(*kind, tuple(sizes), norms[0].config)
     affine = [norm.weight for norm in norms] + [norm.bias for norm in norms]
     tensors = products, start[0], gates.weight
     why = "no backend has whole sequences"

@@ -57,10 +57,9 @@ class SequenceLayer(RecurrentBase):
         self.bidirectional = bidirectional
         self._suffixes = [suffix for suffix, _ in suffixes]
 
-    def _run(self, data: Tensor, sizes: list[int], start: Hidden) -> tuple[Tensor, Hidden]:
+    def _run(self, data: Tensor, sizes: list[int], start: Hidden, goes_on: bool) -> tuple[Tensor, Hidden]:
         """All layers over packed data `(rows, features, *space)`; states are `(layers * directions, N, ...)`."""
-        f, finals = ACTIVATIONS[self.nonlinearity], []
-        directions = 1 + self.bidirectional
+        f, finals, directions = ACTIVATIONS[self.nonlinearity], [], 1 + self.bidirectional
         taken = [
             self._taken(suffix, self.hidden_size * directions if i >= directions else self.input_size, data)
             for i, suffix in enumerate(self._suffixes)
@@ -72,6 +71,7 @@ class SequenceLayer(RecurrentBase):
                 data = nn.functional.dropout(data, self.dropout, self.training)
             outputs = []
             for j, (gates, weight, bias) in enumerate(taken[i : i + directions]):
+                gates.goes_on = goes_on
                 products = self._input_products(data, weight, bias)
                 first = tuple(s[i + j] for s in start)
                 output, final = run_packed(gates, products, sizes, first, f, reverse=j == 1, late=self.training)
@@ -110,26 +110,25 @@ class SequenceLayer(RecurrentBase):
         shape = (len(self._suffixes), batch, self.hidden_size, *x.shape[3:])
         start = self._states(hx, shape, STATE + (", H, W)" if x.ndim > 3 else ")"), x)
         if lengths is None:
-            output, final = self._run(x.flatten(0, 1), [batch] * steps, start)
+            output, final = self._run(x.flatten(0, 1), [batch] * steps, start, hx is not None)
             return output.reshape(steps, batch, *output.shape[1:]), final
         falling, order = torch.sort(checked_lengths(lengths, steps, batch), descending=True, stable=True)
         order = order.to(x.device)
         packed = pack_padded_sequence(x.index_select(1, order), falling)
-        packed, final = self._packed(PackedSequence(packed.data, packed.batch_sizes, order), start)
+        packed, final = self._packed(PackedSequence(packed.data, packed.batch_sizes, order), start, hx is not None)
         return pad_packed_sequence(packed, total_length=steps)[0], final
 
-    def _packed(self, packed: PackedSequence, start: Hidden) -> tuple[PackedSequence, Hidden]:
+    def _packed(self, packed: PackedSequence, start: Hidden, goes_on: bool) -> tuple[PackedSequence, Hidden]:
         data, sizes, order, back = packed
         if order is not None:
             start = tuple(s.index_select(1, order) for s in start)
-        output, final = self._run(data, sizes.tolist(), start)
+        output, final = self._run(data, sizes.tolist(), start, goes_on)
         if back is not None:
             final = tuple(s.index_select(1, back) for s in final)
         return PackedSequence(output, sizes, order, back), final
 
     def extra_repr(self) -> str:
-        shown = {"num_layers": self.num_layers, "nonlinearity": self.nonlinearity, "dropout": self.dropout}
-        shown |= {"bidirectional": self.bidirectional}
+        shown = {name: getattr(self, name) for name in ("num_layers", "nonlinearity", "dropout", "bidirectional")}
         return f"{self.input_size}, {self.hidden_size}, " + ", ".join(f"{k}={v!r}" for k, v in shown.items())
 
 
@@ -146,7 +145,7 @@ class _Linear(SequenceLayer):
                 raise ValueError("a PackedSequence has its lengths: pass lengths= only with a padded tensor")
             self._check_sequence(input.data, (2,), "a PackedSequence of (rows, features)")
             shape = (len(self._suffixes), checked_packing(input), self.hidden_size)
-            packed, final = self._packed(input, self._states(hx, shape, STATE + ")", input.data))
+            packed, final = self._packed(input, self._states(hx, shape, STATE + ")", input.data), hx is not None)
             return packed, self._packaged(final)
         layout = "(N, T, features)" if self.batch_first else "(T, N, features)"
         self._check_sequence(input, (2, 3), f"{layout} or (T, features), or a PackedSequence")
@@ -172,9 +171,10 @@ class _Linear(SequenceLayer):
     def _unbatched(self, x: Tensor, hx: Any, lengths: Any) -> tuple[Tensor, Any]:
         if lengths is not None:
             raise ValueError("lengths= needs a batch: input (T, features) is one sequence")
-        meaning = "(num_layers * directions, hidden_size)"
-        start = self._states(hx, (len(self._suffixes), self.hidden_size), meaning, x)
-        output, final = self._padded(x.unsqueeze(1), tuple(s.unsqueeze(1) for s in start), None)
+        if hx is not None:
+            wanted = (len(self._suffixes), self.hidden_size), "(num_layers * directions, hidden_size)"
+            hx = tuple(s.unsqueeze(1) for s in self._states(hx, *wanted, x))
+        output, final = self._padded(x.unsqueeze(1), hx, None)
         return output.squeeze(1), self._packaged(tuple(s.squeeze(1) for s in final))
 
     def extra_repr(self) -> str:

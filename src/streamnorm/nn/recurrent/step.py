@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.grad import conv2d_weight
 
+from ..state import Stateful
+
 Factory = Callable[..., nn.Module]  # norm(hidden_size, device=..., dtype=...)
 Hidden = tuple[Tensor, ...]
 Recur = Callable[[int, Tensor], list[Tensor]]  # group of gates, hidden state -> its products, normalized
@@ -134,6 +136,7 @@ class Gates:
     def __init__(
         self, kind: Kind, product: Product, weight_hh: Tensor, bias_hh: Tensor | None, norms: Norms | None, size: int
     ) -> None:
+        self.goes_on, self.first = False, 0  # whether from the state of another sequence; the step that is walked first
         self.kind, self.product, self.norms, self.size = kind, product, norms, size
         self.weight = weight_hh
         rows = [group * size for group in kind.groups]
@@ -153,10 +156,16 @@ class Gates:
         gates = torch.split(products, self.size, 1)
         if norms is None:
             return list(gates)
-        return [norm(gate, mask=mask, step=step) for norm, gate in zip(norms, gates, strict=True)]
+        return [norm(gate, mask=mask, step=self._position(norm, step)) for norm, gate in zip(norms, gates, strict=True)]
+
+    def _position(self, norm: nn.Module, step: int) -> int:
+        """A streaming norm counts samples at step 0: where a sequence begins that does not go on from another one."""
+        if not isinstance(norm, Stateful):
+            return step
+        return 0 if step == self.first and not self.goes_on else 1
 
     def cell(self, mask: Tensor | None, step: int) -> Activation:
         if self.norms is None or self.norms.cell is None:
             return lambda c: c
         norm = self.norms.cell
-        return lambda c: cast(Tensor, norm(c, mask=mask, step=step))
+        return lambda c: cast(Tensor, norm(c, mask=mask, step=self._position(norm, step)))
