@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from lab_results import assert_refused
 
+from streamnorm import StreamingNorm
 from streamnorm.core.algorithm import FULL
 from streamnorm.lab.cli import main, rates
 from streamnorm.lab.commands import _rates
@@ -22,6 +23,7 @@ from streamnorm.lab.goals import goals
 from streamnorm.lab.grid import (
     BATCHES,
     CONV_RATES,
+    DEFAULT,
     NETS,
     NORMS,
     OURS,
@@ -115,12 +117,17 @@ def test_places(net):
     assert len(found) == 7 * len(SAMPLES) * len(BATCHES) - (0 if convolutional else len(BATCHES))
 
 
-def test_with_and_without_guard_is_one_run_where_the_window_is_full():
+def test_the_default_is_that_of_the_library():
+    assert make_norm(DEFAULT, 3, 1).config == StreamingNorm(3).config
+
+
+def test_with_and_without_guard_is_one_run_where_nothing_is_guarded_or_averaged():
+    """32 samples, in any net."""
     for net in NETS:
         for samples in SAMPLES:
             for batches in BATCHES:
                 one, two = (Place(net, norm, samples, batches) for norm in ("streaming", "streaming, guard=False"))
-                assert (one.run(0.01, 0, 64) == two.run(0.01, 0, 64)) == (one.elements >= FULL)
+                assert (one.run(0.01, 0, 64) == two.run(0.01, 0, 64)) == (samples * batches >= FULL)
 
 
 def test_rates_grow_with_the_root_of_the_samples_per_update():

@@ -7,7 +7,7 @@ The unit is an `Entry`: a norm in a net at one size. Its runs differ in learning
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from .grid import LITERAL
+from .grid import DEFAULT
 from .runs import IMAGES, Norm, Run
 
 Size = tuple[int, int]  # samples per batch, batches per update
@@ -26,7 +26,7 @@ MOMENTUM = 0.9
 DECAY = 0.5  # share of the training, at its end, in which the rate falls to 0: see docs/compare.md
 TAIL = 0.1  # share of the training, at its end, that the training loss is of
 
-STREAMING = replace(LITERAL, guard=True)  # the library's default; a test compares
+STREAMING = DEFAULT  # the library's default
 WS = " + WS"  # weight standardization
 NORMS = {
     "none": Norm("zero"),

@@ -31,6 +31,7 @@ RIVALS = {
 }
 OURS = "streaming"
 LITERAL = Norm("streaming", center="running")
+DEFAULT = replace(LITERAL, guard=True, eval_memory=64.0)  # of the library; a test compares
 LASTING = replace(LITERAL, alpha=(0.97, 0.03))  # a memory ten times as long
 NORMS = {
     "none": Norm("none"),
@@ -38,9 +39,9 @@ NORMS = {
     "group norm": Norm("group"),
     "batch norm": Norm("batch"),
     "streaming, guard=False": LITERAL,
-    "streaming": replace(LITERAL, guard=True),
+    "streaming": DEFAULT,
     "streaming (.97, .03), guard=False": LASTING,
-    "streaming (.97, .03)": replace(LASTING, guard=True),
+    "streaming (.97, .03)": replace(DEFAULT, alpha=LASTING.alpha),
 }
 
 
@@ -53,21 +54,29 @@ class Place:
 
     @property
     def elements(self) -> int:
-        """Per statistic in a window, at least."""
-        per_sample = {"fully-connected": 1, "recurrent": 8}.get(self.net, 256)  # timesteps, or the smallest map
-        return self.samples * self.batches * per_sample
+        """Per statistic in a window, as the guard counts them: a sequence once, an image as eight."""
+        return self.samples * self.batches * (8 if is_convolutional(self.net) else 1)
+
+    @property
+    def is_averaged(self) -> bool:
+        """Whether evaluation may average over more windows than training; without space or time it never does."""
+        return self.net != "fully-connected" and self.samples * self.batches < SAMPLES[-1]
 
     def rate(self, base: float) -> float:
         return float(f"{base * (self.samples * self.batches) ** 0.5:.2g}")
 
     def run(self, base: float, seed: int, size: int, data: str = "cifar10") -> Run:
-        """A run of this place. Where the guard has nothing to do, with it is the same run as without."""
+        """A run of this place. Where the guard or the memory for evaluation have nothing to do, it is without them."""
         from ..core.algorithm import FULL  # needs torch, and the command line reads this file to answer at once
 
         norm = NORMS[self.norm]
         return replace(
             NETS[self.net],
-            norm=replace(norm, guard=norm.guard and self.elements < FULL),
+            norm=replace(
+                norm,
+                guard=norm.guard and self.elements < FULL,
+                eval_memory=norm.eval_memory if self.is_averaged else 0.0,
+            ),
             samples=self.samples,
             batches=self.batches,
             momentum=0.0,

@@ -12,6 +12,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from .. import GRU, RNN, GeneralBatchNorm, SampleNorm, StreamingNorm, TimeSpecificNorm, weight_standardize
+from ..core.config import SETTINGS
 from . import peers
 from .peers import Nothing, activation_for, end_for
 from .runs import Norm, Run
@@ -37,8 +38,8 @@ def make_norm(norm: Norm, channels: int, steps: int, **place: object) -> nn.Modu
     if norm.kind == "timed":
         return TimeSpecificNorm(channels, steps, momentum=norm.momentum, **common)
     if norm.kind == "streaming":
-        own: Any = {"alpha": norm.alpha, "beta": norm.beta, "warmup": norm.warmup, "guard": norm.guard}
-        return StreamingNorm(channels, **own, **common)
+        own: Any = {name: getattr(norm, name) for name in SETTINGS if hasattr(norm, name)}
+        return StreamingNorm(channels, **own, **place)  # type: ignore[arg-type]
     if norm.kind == "group":
         return GroupNorm(4, channels, eps=norm.eps)
     if norm.kind in PEERS:  # a schedule is in mini-batches, and each calls the layer `steps` times

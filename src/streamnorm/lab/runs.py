@@ -9,7 +9,7 @@ from typing import Any
 LOOP_VERSION = 1
 IMAGES = {"cifar10": 50_000, "digits": 1_437}  # how many there are to train on; any other name of data is a text
 # Settings that came later than the first results, as JSON has them where they are off.
-NORM_LATER: dict[str, Any] = {"guard": False, "schedule": []}
+NORM_LATER: dict[str, Any] = {"guard": False, "eval_memory": 0.0, "schedule": []}
 RUN_LATER: dict[str, Any] = {"side": 32, "held_out": 0, "standardized": False, "decay": 0.0}
 
 
@@ -31,6 +31,7 @@ class Norm:
     momentum: float = 0.1  # of the running estimates of batch norms
     eps: float = 1e-5
     guard: bool = False  # ours, not the paper's; figures of the paper do without
+    eval_memory: float = 0.0  # likewise
     schedule: tuple[int, ...] = ()  # of "renorm" and "mabn", in mini-batches: see there
 
 
