@@ -25,6 +25,8 @@ RUN_BY = {
     "benchmarks/bench.py": "test_docs.py::test_the_benchmark_of_cost",
     "benchmarks/cases.py": "test_docs.py::test_every_case_of_the_benchmark_runs",
     "benchmarks/divergence.py": "test_docs.py::test_a_training_is_watched_from_inside",
+    "benchmarks/evaluation.py": "test_docs.py::test_a_memory_for_evaluation_is_measured",
+    "benchmarks/tasks.py": "test_docs.py::test_a_stream_of_tasks_is_measured",
     "benchmarks/loop.py": "test_docs.py::test_every_case_of_the_benchmark_runs",
     "benchmarks/messages.py": "test_commands.py::test_the_count_of_messages",
     "benchmarks/nets.py": "test_docs.py::test_every_case_of_the_benchmark_runs",

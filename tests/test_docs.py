@@ -20,6 +20,7 @@ from streamnorm.lab.commands import table, verdicts
 from streamnorm.lab.models import NetC
 from streamnorm.lab.online import read_online
 from streamnorm.lab.results import read_folder
+from streamnorm.lab.store import read_json
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -267,5 +268,32 @@ def test_the_bytes_of_a_merge_are_those_of_the_page():
     assert f"({len(sizes)} norms of {sizes[0]} channels)" in page
     for batches in (1, 4, 32):
         theirs = sum(4 * (2 * c + 1) + 4 * 2 * c for c in sizes) * batches
-        ours = sum(4 * (8 * c + 7) for c in sizes)
+        ours = sum(4 * (10 * c + 11) for c in sizes)
         assert f"| {batches} | 1, {ours:,} | {2 * len(sizes) * batches}, {theirs:,} |" in page
+
+
+def printed_by(*words):
+    command = [sys.executable, *map(str, words)]
+    return subprocess.run(command, capture_output=True, check=True, cwd=ROOT, text=True).stdout
+
+
+@pytest.mark.parametrize("name", ["evaluation", "tasks"])
+def test_tables_are_those_of_their_measurement(name):
+    page = ROOT / {"evaluation": "docs/guard.md", "tasks": "docs/online.md"}[name]
+    shown = printed_by(f"benchmarks/{name}.py", "--table", f"benchmarks/results/{name}.json")
+    assert shown.strip() in page.read_text()
+
+
+def test_a_memory_for_evaluation_is_measured(tmp_path):
+    """Without a memory and with one it is the same training, tested by the same images."""
+    out = tmp_path / "found.json"
+    shown = printed_by("benchmarks/evaluation.py", "--data", "digits", "--size", 64, "--looks", 2, "--out", out)
+    assert shown.count("| 2 x 1 + WS |") == 2  # as it goes on, and in the table
+    assert len(read_json(out)["rows"]) == 8
+
+
+def test_a_stream_of_tasks_is_measured(tmp_path):
+    out = tmp_path / "found.json"
+    shown = printed_by("benchmarks/tasks.py", "--seeds", 2, "--tasks", 2, "--samples", 5, "--out", out)
+    assert "| labels | layer norm |" in shown
+    assert printed_by("benchmarks/tasks.py", "--table", out) in shown
