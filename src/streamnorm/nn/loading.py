@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..core.algorithm import FULL
 from ..core.state import State
 
 BATCHNORM_KEYS = ("running_mean", "running_var", "num_batches_tracked")
@@ -64,10 +65,14 @@ def batchnorm_statistics(state_dict: Mapping[str, Any], prefix: str, eps: float)
 
 
 def started(fresh: State, statistics: Tensor, seen: float) -> State:
-    """A state whose streams begin with `statistics`, as if so many elements had been `seen`; `(2, C)`."""
+    """A state whose streams begin with `statistics`, `(2, C)`, as if so many elements had been `seen`.
+
+    They count as one full window: what is streamed has other averages, of sigma and of smaller batches, and soon takes
+    over.
+    """
     ended = torch.zeros_like(fresh.stats.empty)
     stats = replace(fresh.stats, long=statistics.clone(), short=statistics.clone(), empty=ended)
     mean, sigma = statistics
     state = replace(fresh, stats=stats, mean=mean.clone(), sigma=sigma.clone(), seen=fresh.seen + seen)
-    state = replace(state, counted=state.seen.clone(), eval_long=statistics.clone())
+    state = replace(state, counted=torch.full_like(state.seen, FULL), eval_long=statistics.clone())
     return replace(state, eval_mean=mean.clone(), eval_sigma=sigma.clone())
