@@ -92,7 +92,7 @@ def test_it_is_quiet_where_windows_are_small():
         for name, values in seen.items():
             values.append(getattr(norm, name))
     noise = {name: torch.stack(values[200:]).std(0).mean() for name, values in seen.items()}
-    assert noise["eval_mean"] < noise["mean"] / 2
+    assert noise["eval_mean"] < 0.7 * noise["mean"]
 
 
 def test_it_can_be_set_and_is_checked():

@@ -25,7 +25,7 @@ from .statistics import (
 )
 
 FULL = 32  # elements per statistic in a window from which on the guard does nothing
-ALIKE = 8  # locations of a sample count for so many elements at most: neighbours are alike
+ALIKE = 4  # locations of a sample count for so many elements at most: neighbours are alike
 
 
 class Kept(NamedTuple):

@@ -54,8 +54,8 @@ class Place:
 
     @property
     def elements(self) -> int:
-        """Per statistic in a window, as the guard counts them: a sequence once, an image as eight."""
-        return self.samples * self.batches * (8 if is_convolutional(self.net) else 1)
+        """Per statistic in a window, as the guard counts them: a sequence once, an image as four."""
+        return self.samples * self.batches * (4 if is_convolutional(self.net) else 1)
 
     @property
     def is_averaged(self) -> bool:

@@ -42,7 +42,7 @@ class StreamingNorm(Calls):
         warmup: elements per statistic for which the layer turns gradually from a layer norm into a streaming norm; 0
             switches that off. Not the paper's.
         guard: whether windows between weight updates with fewer than 32 elements per statistic count for less, and
-            pass on no longer a gradient than their own. Locations of one sample count for eight elements at most, and
+            pass on no longer a gradient than their own. Locations of one sample count for four elements at most, and
             a sequence counts once. Full windows follow the paper exactly. Not the paper's.
         eval_memory: samples that evaluation averages over, at least: a window of n samples counts for n / eval_memory
             there, if that is less than its weight in training. 0 is the paper's latest s_hat. None: 64 with the

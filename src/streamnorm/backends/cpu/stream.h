@@ -35,7 +35,7 @@ inline float lerp(float from, float to, float share) {  // rounds as torch.lerp 
 }
 
 const double FULL = 32;  // elements per statistic in a window from which on the guard does nothing
-const double ALIKE = 8;  // locations of a sample count for so many elements at most
+const double ALIKE = 4;  // locations of a sample count for so many elements at most
 
 // What so many elements are of a full window; 1 where their number is not known, 0, or nothing is guarded.
 inline float share_of(const Settings& set, double elements) {
