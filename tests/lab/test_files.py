@@ -16,6 +16,7 @@ from test_train import IMAGE_RUN
 
 from streamnorm.lab import commands, store
 from streamnorm.lab.cli import main
+from streamnorm.lab.compared import read_compared
 from streamnorm.lab.data import load_images
 from streamnorm.lab.errors import StoreError
 from streamnorm.lab.online import read_online
@@ -219,11 +220,10 @@ def test_tables_with_anything_wrong_in_them_are_shown_or_named(tmp_path, monkeyp
 
 
 def test_what_is_published_is_read():
+    readers = {"online": read_online, "compare": read_compared}
     for path in RESULTS.glob("*.json"):
-        if "online" in json.loads(path.read_text()):
-            assert read_online(path).runs
-        else:
-            assert read_results(path).runs
+        kind = next((kind for kind in readers if kind in json.loads(path.read_text())), None)
+        assert readers.get(kind, read_results)(path).runs
 
 
 def test_every_command_names_a_run_that_is_none(tmp_path, capsys):
