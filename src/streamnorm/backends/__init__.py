@@ -6,6 +6,7 @@ deleted. Nothing outside of this folder names one of them.
 
 import os
 from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence as Many
 from contextlib import contextmanager
 from dataclasses import fields
 from functools import cache, lru_cache
@@ -93,6 +94,7 @@ class Backend(Protocol):
     name: str
     rank: int  # the lowest that serves a call is chosen
     sequences: Any  # whole recurrent layers, see `cpu/sequence.py`; None where there is nothing of that kind
+    streams: Any  # F and G alone, for the compiler, a `Streams`; None likewise
 
     def missing(self) -> str | None:
         """Why it cannot be used in this process at all; None if it can."""
@@ -120,16 +122,39 @@ class Backend(Protocol):
     ) -> Gradients:
         """`h2`: an H2, which is written to; None for other norms. `needs`: which gradients are asked for."""
 
-    def pack(self, plan: "Plan", result: Result) -> Tensor:
-        """What a call keeps as one vector, for operators of the compiler; its last two numbers are window and total."""
-
-    def unpack(self, plan: "Plan", x: Tensor, mask: Any, packed: Tensor) -> tuple[Any, Any]:
-        """`saved` and `kept` from that."""
-
-    def packed_size(self, call: Signature, x: Tensor) -> int: ...
-
     def statistics(self, plan: "Plan", saved: Any) -> tuple[Tensor, ...]:
         """Of a norm that does not stream: mean and sigma of the mini-batch, and whether they may be averaged."""
+
+
+class Measured(NamedTuple):
+    """S(x) of a call, as F alone is given it."""
+
+    mean: Tensor
+    sigma: Tensor
+    elements: Tensor | int  # per statistic: a number where it is the same for all
+    present: Tensor | None  # with a mask, see `Moments`
+    samples: Tensor | int
+    channels: int
+    begins: bool
+
+
+class Streams(Protocol):
+    """F and G on vectors. What F keeps for G is a vector: see `to_vector` of core/algorithm.py.
+
+    `memo` is a layer's, for what may be remembered of its tensors.
+    """
+
+    def declines(self, config: Config, dtype: torch.dtype, device: str, masked: bool) -> str | None:
+        """Why it does not serve statistics of this type; None if it does."""
+
+    def center(self, config: Config, latest: Tensor, seen: Tensor, mean: Tensor, present: Tensor | None) -> Tensor:
+        """c of center="running", in memory of its own: see `center_of` of core/algorithm.py."""
+
+    def forward(self, config: Config, h1: Many[Tensor], s: Measured, memo: dict[Any, Any]) -> Tensor:
+        """S(x) is pushed into H1, whose tensors are written to; returns what is kept."""
+
+    def backward(self, config: Config, h2: Many[Tensor], kept: Tensor, g: Tensor, memo: dict[Any, Any]) -> Tensor:
+        """g, `(2, *statistic)`, is pushed into H2; returns what flows on in its place."""
 
 
 class Plan(NamedTuple):
@@ -143,7 +168,8 @@ class Plan(NamedTuple):
 class Sequence(NamedTuple):
     """A recurrent layer in one direction over a packed sequence, as a backend gets it."""
 
-    gates: int  # 1: RNN, 3: the paper's GRU
+    gates: int  # 1: RNN, 3: the paper's GRU, 4: LSTM
+    cell_norm: bool  # on the cell state of an LSTM: the last norm
     relu: bool
     reverse: bool
     training: bool
@@ -289,6 +315,13 @@ def choose(
         if prepared is not None:
             return Plan(call, backend, prepared)
     raise RuntimeError("no backend serves this call: plain torch always does")
+
+
+@lru_cache(maxsize=1024)
+def streams(config: Config, dtype: torch.dtype, device: str, masked: bool, among: str) -> Streams:
+    """What serves F and G alone, of the backends that are named, for statistics of this type."""
+    parts: list[Streams] = [backend.streams for backend in named(among).backends if backend.streams is not None]
+    return next(part for part in parts if part.declines(config, dtype, device, masked) is None)
 
 
 def reasons(call: Signature, x: Tensor, weight: Tensor | None, bias: Tensor | None, state: State | None) -> list[str]:

@@ -58,8 +58,10 @@ def require_memory(*tensors: Tensor | None) -> None:
             )
 
 
-def as_laid_out(tensor: Tensor, shape: Sequence[int], strides: Sequence[int]) -> Tensor:
-    """The tensor, or a float32 copy of it that has these strides, as kernels will read it.
+def as_laid_out(
+    tensor: Tensor, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """The tensor, or a copy of it that has this type and these strides, as kernels will read it.
 
     Where it comes from, a hook on saved tensors or a backward pass, it may be anything but of another shape.
     """
@@ -69,9 +71,9 @@ def as_laid_out(tensor: Tensor, shape: Sequence[int], strides: Sequence[int]) ->
             "move what it packs, but has to give it back in its shape"
         )
     require_memory(tensor)
-    if tensor.stride() == strides and is_plain(tensor, torch.float32):
+    if tensor.stride() == strides and is_plain(tensor, dtype):
         return tensor
-    result = torch.empty_strided(shape, strides, dtype=torch.float32)
+    result = torch.empty_strided(shape, strides, dtype=dtype)
     result.copy_(tensor)
     return result
 

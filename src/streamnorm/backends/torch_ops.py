@@ -15,7 +15,7 @@ _aten = torch.ops.aten
 
 
 class TorchOps:
-    name, rank, sequences = "torch_ops", 20, None
+    name, rank, sequences, streams = "torch_ops", 20, None, None
 
     def missing(self) -> str | None:
         return None
@@ -81,15 +81,6 @@ class TorchOps:
             rest = weight, *_groups(x, ref), wanted
             dx, dgain, dbias = _aten.native_group_norm_backward(dy.contiguous(), x.contiguous(), *saved, *rest)
         return dx, dgain, dbias
-
-    def pack(self, plan: Plan, result: Result) -> Tensor:
-        raise RuntimeError("torch_ops serves no compiled call")
-
-    def unpack(self, plan: Plan, x: Tensor, mask: Any, packed: Tensor) -> tuple[Any, Any]:
-        raise RuntimeError("torch_ops serves no compiled call")
-
-    def packed_size(self, call: Signature, x: Tensor) -> int:
-        raise RuntimeError("torch_ops serves no compiled call")
 
     def statistics(self, plan: Plan, saved: Any) -> tuple[Tensor, ...]:
         mean, inverse = saved

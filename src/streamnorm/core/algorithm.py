@@ -14,14 +14,12 @@ from torch import Tensor
 from .config import Config
 from .state import State, Stream
 from .statistics import (
-    Center,
     Moments,
     all_finite,
     elements_per_statistic,
     fixed_center,
     measure,
     mini_batch_statistics,
-    share_among_samples,
 )
 
 FULL = 32  # elements per statistic in a window from which on the guard does nothing
@@ -41,18 +39,39 @@ class Kept(NamedTuple):
     total: Tensor
 
 
+def to_vector(kept: Kept) -> Tensor:
+    """What a call keeps as one vector of the type of the statistics: s_hat, then five numbers."""
+    parts = kept.mean, kept.sigma, kept.w, kept.accept, kept.weight_share, kept.window, kept.total
+    return torch.cat([part.flatten().to(kept.mean.dtype) for part in parts])
+
+
+def from_vector(vector: Tensor, shape: tuple[int, ...]) -> Kept:
+    """The inverse but for the center; `shape`: of s_hat against the input."""
+    mean, sigma = vector[:-5].reshape(2, *shape)
+    w, accept, weight_share, window, total = vector[-5:]
+    return Kept(mean, sigma, None, accept != 0, w, weight_share, window, total)
+
+
 # ---- Algorithm 5: F -------------------------------------------------------------------------------------------------
 
 
-def stream_statistics(
+def stream_input(
     config: Config, before: State, x: Tensor, mask: Tensor | None, begins: bool = True
 ) -> tuple[State, Moments, Kept]:
+    """S and F: the statistics of a mini-batch, pushed."""
+    s = measure(x, config, mask, lambda *own: center_of(config, before.mean, before.seen, *own))
+    after, kept = stream_statistics(config, before, s, samples_of(x, mask), x.shape[1], begins)
+    return after, s, kept
+
+
+def stream_statistics(
+    config: Config, before: State, s: Moments, samples: Tensor | int, channels: int, begins: bool
+) -> tuple[State, Kept]:
     """F and the warm start: s = S(x) is pushed into H1, and what H1 then blends to normalizes.
 
     `begins`: the samples are new, not those of the timestep before.
     """
-    kept_shape = config.ref.kept_shape(x.shape)
-    s = measure(x, config, mask, _center_of(config, before, kept_shape))
+    kept_shape = (1, *s.mean.shape[1:])
     latest = layer = absent = torch.stack([before.mean, before.sigma])
     if config.warmup or s.present is not None:
         layer = layer_statistics(s.mean, s.sigma, s.present, config.p).to(latest.dtype)
@@ -64,13 +83,13 @@ def stream_statistics(
         accept = accept & all_finite(layer)  # a sum over the layer overflows before its parts do
     stats = push(before.stats, value, accept)
     new = torch.where(accept, elements_per_statistic(s), 0).to(before.seen.dtype)
-    here = torch.where(accept, samples_of(x, mask), 0).to(new.dtype)
-    unlike = torch.minimum(new, here * (ALIKE * (x.shape[1] if config.ref.channels == "all" else 1)))
+    here = torch.where(accept, samples, 0).to(new.dtype)
+    unlike = torch.minimum(new, here * (ALIKE * (channels if config.ref.channels == "all" else 1)))
     seen, elements = before.seen + new, held(before.elements, unlike, begins)
-    samples, counted = held(before.samples, here, begins), before.counted + (elements - before.elements)
+    here, counted = held(before.samples, here, begins), before.counted + (elements - before.elements)
     weight_share = window_share(config, elements, before.elements_before)
     weights = guarded(config.alpha, weight_share)
-    s_hat, lasting = blend(stats, *weights), evaluation_blend(config, before.eval_long, stats, weights, samples)
+    s_hat, lasting = blend(stats, *weights), evaluation_blend(config, before.eval_long, stats, weights, here)
     w = torch.ones_like(seen, dtype=latest.dtype)
     if config.warmup:
         w = warmed_up(seen, config.warmup).to(latest.dtype)
@@ -78,24 +97,20 @@ def stream_statistics(
     s_hat = torch.where(accept, s_hat, latest)
     lasting = torch.where(accept, lasting, torch.stack([before.eval_mean, before.eval_sigma]))
     after = replace(before, stats=stats, mean=s_hat[0], sigma=s_hat[1], seen=seen, elements=elements)
-    after = replace(after, counted=counted, samples=samples, eval_mean=lasting[0], eval_sigma=lasting[1])
+    after = replace(after, counted=counted, samples=here, eval_mean=lasting[0], eval_sigma=lasting[1])
     mean, sigma = s_hat[0].reshape(kept_shape), s_hat[1].reshape(kept_shape)
     center = s.center if config.center == "running" else None
-    return after, s, Kept(mean, sigma, center, accept, w, weight_share, before.elements_before, counted - elements)
+    return after, Kept(mean, sigma, center, accept, w, weight_share, before.elements_before, counted - elements)
 
 
-def _center_of(config: Config, before: State, kept_shape: tuple[int, ...]) -> Center:
-    """c of the p-th moment for a call that begins with this state."""
-
-    def center(mean: Tensor, present: Tensor | None) -> Tensor:
-        if config.center != "running":
-            return fixed_center(config.center, mean)
-        running = before.mean.reshape(kept_shape)
-        if not config.warmup:
-            return running.clone()  # kept for backward, when the state has moved on
-        return torch.where(before.seen == 0, layer_mean(mean, present), running)
-
-    return center
+def center_of(config: Config, latest: Tensor, seen: Tensor, mean: Tensor, present: Tensor | None) -> Tensor:
+    """c of the p-th moment for a call that begins with this state; `mean`: of the mini-batch."""
+    if config.center != "running":
+        return fixed_center(config.center, mean)
+    running = latest.reshape(1, *mean.shape[1:]).to(mean.dtype)
+    if not config.warmup:
+        return running.clone()  # kept for backward, when the state has moved on
+    return torch.where(seen == 0, layer_mean(mean, present), running)
 
 
 def measured_again(config: Config, x: Tensor, mask: Tensor | None, kept: Kept) -> Moments:
@@ -122,19 +137,12 @@ def window_statistics(config: Config, state: State) -> tuple[Tensor, Tensor]:
 
 
 def stream_gradients(
-    config: Config,
-    grads: Stream,
-    kept: Kept,
-    mini_batch: Moments,
-    grad_mean: Tensor,
-    grad_sigma: Tensor,
-    scale: Tensor | None,
-) -> tuple[Stream, tuple[Tensor, Tensor]]:
-    """G: g = dE/ds_hat is pushed into H2; returns it, and what flows on into S(x) in place of g.
+    config: Config, grads: Stream, kept: Kept, g: Tensor, scale: Tensor | None = None
+) -> tuple[Stream, Tensor]:
+    """G: g = dE/ds_hat, `(2, *statistic)`, is pushed into H2; returns it, and what flows on in place of g.
 
     `scale`: of the loss, where a scaler is attached.
     """
-    g = torch.stack([grad_mean, grad_sigma]).to(grads.short.dtype).reshape(grads.short.shape)
     if scale is not None:
         g = g / scale
     grads = push(grads, g, kept.accept & all_finite(g))
@@ -142,11 +150,8 @@ def stream_gradients(
     g_hat = blend(grads, *guarded((long, short), kept.weight_share))
     if present:
         g_hat = g_hat + present * g
-    g_hat = bounded(g_hat.flatten(), g.flatten(), kept.weight_share)
-    g_hat = g_hat * (kept.w if scale is None else kept.w * scale)
-    to_mean, to_sigma = g_hat.reshape(2, *grad_mean.shape).to(grad_mean.dtype)
-    samples, there = mini_batch.mean.shape[0], mini_batch.present
-    return grads, (share_among_samples(to_mean, samples, there), share_among_samples(to_sigma, samples, there))
+    g_hat = bounded(g_hat.flatten(), g.flatten(), kept.weight_share).reshape(g.shape)
+    return grads, g_hat * (kept.w if scale is None else kept.w * scale)
 
 
 # ---- a weight update ------------------------------------------------------------------------------------------------
@@ -288,7 +293,7 @@ def slowed(
         return weights
     long, short = weights
     most = (long + short) * (samples / config.eval_memory).clamp(min=part)
-    lost = torch.where(torch.as_tensor(long != 0, device=samples.device), (short - most).clamp(min=0), 0)
+    lost = (short - most).clamp(min=0) * (long != 0)
     return long + lost, short - lost
 
 

@@ -136,6 +136,12 @@ def of_h1(state: State) -> list[Tensor]:
     return [tensors[name] for name in H1]
 
 
+def from_h1(tensors: Iterable[Tensor]) -> State:
+    """The inverse, for a forward pass alone: what is of H2 has no elements."""
+    nothing = torch.empty(0)
+    return from_dict({**dict.fromkeys(H2, nothing), **dict(zip(H1, tensors, strict=True))})
+
+
 def write(state: State, new: State, names: Iterable[str] = tuple(FIELDS)) -> None:
     """Copy the values of `new` into the tensors of `state`: all, or some by name."""
     kept, values = to_dict(state), to_dict(new)

@@ -30,6 +30,8 @@ class Moments(NamedTuple):
 
 # Given the means of the references and which of them a mask left present, c of the p-th moment.
 Center = Callable[[Tensor, Tensor | None], Tensor]
+# Given dE/d(mean) and dE/d(sigma) of the statistics that normalized, the gradients to send into S(x).
+Gradient = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def measure(x: Tensor, statistic: Statistic, mask: Tensor | None, center: Center) -> Moments:
@@ -42,6 +44,8 @@ def differentiable_measure(x: Tensor, statistic: Statistic, mask: Tensor | None,
     """The same for torch to differentiate, at a higher price. What is masked in `x` has to be finite."""
     ref = statistic.ref
     elements = count_elements(x, ref, mask)
+    if torch.compiler.is_compiling() and statistic.p == 2 and mask is None and not ref.window:
+        return _measure_at_once(x, statistic, center, elements)
     mean = reference_mean(x, ref, mask, elements)
     present = None
     if mask is not None:
@@ -52,6 +56,13 @@ def differentiable_measure(x: Tensor, statistic: Statistic, mask: Tensor | None,
     c = center(mean, present)
     sigma = reference_sigma(x, c, statistic, mask, elements)
     return Moments(mean, sigma, c, elements, present)
+
+
+def _measure_at_once(x: Tensor, statistic: Statistic, center: Center, elements: Tensor) -> Moments:
+    """The same for p = 2 in one pass over x, which compilers make of this; without one it is slower."""
+    variance, mean = torch.var_mean(x, _pooled_dims(x, statistic.ref), correction=0, keepdim=True)
+    c = center(mean, None)
+    return Moments(mean, (variance + (mean - c).square() + statistic.eps).sqrt(), c, elements, None)
 
 
 def count_elements(x: Tensor, ref: NormRef, mask: Tensor | None) -> Tensor:
@@ -147,6 +158,44 @@ def pull_back(
     return masked(dx, mask)
 
 
+def back_through(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    mask: Tensor | None,
+    mean: Tensor,
+    sigma: Tensor,
+    mini_batch: Moments,
+    statistic: Statistic,
+    compute: torch.dtype,
+    gradient: Gradient,
+    needs_dx: bool,
+) -> tuple[Tensor | None, Tensor, Tensor]:
+    """The gradients of the input, the gain and the bias of y = N(x, s_hat), gain and bias.
+
+    `compute`: the type of the arithmetic.
+    """
+    given = x.dtype
+    x, dy = masked(x.to(compute), mask), masked(dy.to(compute), mask)
+    gain = x.new_ones(()) if weight is None else channelwise(weight, x).to(compute)
+
+    # Sums over everything that shares both statistics and gain.
+    cell = [mean.shape[0], x.shape[1], *mean.shape[2:]]
+    dbias = dy.sum_to_size(cell)
+    dgain = (x - mean).mul_(dy).sum_to_size(cell) / sigma
+
+    # y = gain * (x - mean) / sigma + bias: dE/dmean = -dbias * gain / sigma, dE/dsigma = -dgain * gain / sigma.
+    per_unit = gain / sigma
+    grad_mean, grad_sigma = gradient(
+        -(dbias * per_unit).sum_to_size(mean.shape), -(dgain * per_unit).sum_to_size(mean.shape)
+    )
+    dx = None
+    if needs_dx:
+        through = pull_back(x, mini_batch, grad_mean, grad_sigma, statistic, mask)
+        dx = through.add_(dy * per_unit).to(given)
+    return dx, _per_channel(dgain), _per_channel(dbias)
+
+
 def mini_batch_statistics(mini_batch: Moments, latest: Tensor) -> tuple[Tensor, Tensor]:
     """s of the mini-batch `(2, *statistic)` (averaged over samples where each has its own), and whether to accept it.
 
@@ -164,9 +213,11 @@ def mini_batch_statistics(mini_batch: Moments, latest: Tensor) -> tuple[Tensor, 
     return s, all_finite(s) & has_data.any()
 
 
-def share_among_samples(gradient: Tensor, samples: int, present: Tensor | None) -> Tensor:
-    """The gradient of the average over samples, for the statistics of each sample."""
-    return gradient / samples if present is None else gradient * present / present.sum(0).clamp(min=1)
+def share_among_samples(g: Tensor, mini_batch: Moments) -> tuple[Tensor, Tensor]:
+    """The gradients of the averages over samples, mean and sigma, for the statistics of each sample."""
+    present = mini_batch.present
+    shared = g / mini_batch.mean.shape[0] if present is None else g * present / present.sum(0).clamp(min=1)
+    return shared[0], shared[1]
 
 
 def elements_per_statistic(mini_batch: Moments) -> Tensor:
@@ -194,6 +245,10 @@ def all_finite(values: Tensor) -> Tensor:
 def channelwise(vector: Tensor, x: Tensor) -> Tensor:
     """A vector over channels, shaped to broadcast against `(N, C, *space)`."""
     return vector if x.ndim == 2 and vector.ndim == 1 else vector.reshape(1, -1, *(1 for _ in x.shape[2:]))
+
+
+def _per_channel(cell: Tensor) -> Tensor:
+    return cell.sum([d for d in range(cell.ndim) if d != 1])
 
 
 def masked(values: Tensor, mask: Tensor | None) -> Tensor:

@@ -162,7 +162,7 @@ def run_sequence(
     states: Sequence[Any],
     receivers: Sequence[Callable[[], H2]],
 ) -> tuple[Tensor, Tensor]:
-    """Outputs of a recurrent layer in one direction, and the hidden state of each sample at its end.
+    """Outputs of a recurrent layer in one direction, and the state of each sample at its end, as `start` is.
 
     `states`: those of the norms, as the backend has looked at them.
     """

@@ -167,8 +167,8 @@ listeners: WeakSet[Listener] = WeakSet()
 _by_number: WeakValueDictionary[int, Listener] = WeakValueDictionary()
 
 
-def layer_of(name_tag: Tensor) -> Listener | None:
-    return _by_number.get(int(name_tag))
+def layer_of(number: int) -> Listener | None:
+    return _by_number.get(number)
 
 
 def on_step(layers: Sequence[Listener], found_inf: Tensor | None) -> None:

@@ -4,6 +4,7 @@ Each process keeps its own short-term window. After a weight update the windows 
 so that all processes hold what one would hold that had made all the calls; the fold stays lazy and local.
 """
 
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from hashlib import sha256
@@ -166,13 +167,23 @@ def _agree(group: Any, shares: Sequence[Share]) -> None:
     dist.all_reduce(digests, op=dist.ReduceOp.MAX, group=group)
     largest, smallest = digests.tolist()
     if largest != -smallest:
-        everybodys: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(everybodys, own, group=group)
+        everybodys = _everybodys(group, own, digests.device)
         raise RuntimeError(
             f"the processes would merge different layers: {_difference(group, everybodys)}. Make the same layers with "
             "the same settings in all of them, in the same order, and step the same optimizers"
         )
     known.update(share.layer for share in shares)
+
+
+def _everybodys(group: Any, own: list[dict[str, str]], device: torch.device) -> list[list[dict[str, str]]]:
+    """The layers of all processes. As bytes on their own device: torch sends objects from the one that is current."""
+    words = json.dumps(own).encode()
+    size = torch.tensor([len(words)], device=device)
+    dist.all_reduce(size, op=dist.ReduceOp.MAX, group=group)
+    padded = torch.tensor(list(words.ljust(int(size))), dtype=torch.uint8, device=device)
+    parts = [torch.empty_like(padded) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, padded, group=group)
+    return [json.loads(bytes(part.tolist())) for part in parts]
 
 
 def _difference(group: Any, everybodys: list[list[dict[str, str]]]) -> str:

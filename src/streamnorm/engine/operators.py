@@ -1,62 +1,91 @@
-"""Streaming layers under torch.compile: a training call is one operator forward and one backward.
+"""Streaming layers under torch.compile: S, N and dS/dx are ordinary operations, which the compiler fuses with others.
 
-An operator may say which tensors it writes into, so the compiler keeps the order of pushes. Inside, the backend that
-serves the call does what it does without the compiler; it is chosen by the same rule when the graph is made and when
-it runs. The forward operator owns H1 and the backward operator H2: a tensor that both wrote to could not serve two
-calls before one backward pass.
+F and G, which write the streams, are operators on vectors, served by the backend that fits the device. An operator may
+say which tensors it writes into, so the compiler keeps the order of pushes. Forward owns H1 and backward H2: a tensor
+that both wrote to could not serve two calls before one backward pass.
 """
 
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import backends
-from ..backends import H1, H2, Gradients, Plan, Result, Signature
-from ..core.algorithm import fold_gradients, fold_statistics
+from ..backends import H1, H2, Gradients, Measured, Plan, Result
+from ..core.algorithm import fold_gradients, fold_statistics, from_vector, samples_of
 from ..core.config import Config, from_text
 from ..core.state import H1 as H1_FIELDS
-from ..core.state import PARTS, State, Stream, from_dict, new_state, of_h1, to_dict, write, write_stream
+from ..core.state import PARTS, State, Stream, from_h1, of_h1, write, write_stream
+from ..core.statistics import Moments, back_through, fixed_center, measure, normalize, share_among_samples
 from . import compat, replay
 from .function import Call, Normalize
 from .listener import layer_of
 
 _WRITTEN = "abcdefghijklmnopqrstuvwxyz"
-_SETTINGS = "Tensor layer, str config, str among"
 
 
 def _declared(names: tuple[str, ...]) -> str:
     return ", ".join(f"Tensor({letter}!) {name}" for letter, name in zip(_WRITTEN, names, strict=False))
 
 
-_H2_FIELDS = tuple(f"grads_{part}" for part in PARTS)
 _LIBRARY: Any = torch.library.Library("streamnorm", "DEF")  # type: ignore[no-untyped-call]
-_LIBRARY.define(
-    f"forward_(Tensor x, Tensor? weight, Tensor? bias, Tensor? mask, bool begins, {_SETTINGS}, {_declared(H1_FIELDS)}) "
-    "-> (Tensor, Tensor)",
-    tags=[torch.Tag.pt2_compliant_tag],
-)
-_LIBRARY.define(
-    f"backward_(Tensor dy, Tensor x, Tensor? weight, Tensor? mask, Tensor kept, {_SETTINGS}, {_declared(_H2_FIELDS)}) "
-    "-> (Tensor, Tensor, Tensor)",
-    tags=[torch.Tag.pt2_compliant_tag],
-)
+for _schema in (
+    # c of the p-th moment that comes from the state. An operator, since what it gives is kept until backward: the
+    # compiler could make anything else anew there, from a state that has moved on.
+    "center(Tensor mean, Tensor? present, Tensor layer, str config, str among, Tensor running, Tensor seen) -> Tensor",
+    # F. Elements and samples as tensors only where a mask or a window makes them differ.
+    "push_statistics_(Tensor own_mean, Tensor own_sigma, Tensor? own_elements, Tensor? present, Tensor? own_samples, "
+    "SymInt number, SymInt batch, SymInt channels, bool begins, Tensor? weight, Tensor layer, str config, str among, "
+    f"{_declared(H1_FIELDS)}) -> Tensor",
+    # G
+    "push_gradients_(Tensor g, Tensor kept, Tensor layer, str config, str among, "
+    f"{_declared(tuple(f'grads_{part}' for part in PARTS))}) -> Tensor",
+):
+    _LIBRARY.define(_schema, tags=[torch.Tag.pt2_compliant_tag])
 
 
 class Operators:
     """What the autograd.Function takes for a backend while the compiler traces it."""
 
     def forward(self, plan: Plan, x: Tensor, weight: Any, bias: Any, mask: Any, h1: H1, begins: bool) -> Result:
-        y, kept = torch.ops.streamnorm.forward_(x, weight, bias, mask, begins, *plan.prepared, *of_h1(h1.state))
-        return y, (kept,), None
+        (tag, text, among), config, ref = plan.prepared, plan.call.config, plan.call.config.ref
+        state, wide = h1.state, x.to(plan.call.compute)
+        own = measure(wide, config, mask, lambda *its: _center_for(plan, state, *its))
+        differ = mask is not None or ref.window
+        counts = own.elements if differ else None, own.present, samples_of(x, mask) if mask is not None else None
+        numbers = 0 if differ else ref.fewest_elements(x.shape), x.shape[0], x.shape[1]
+        kept = torch.ops.streamnorm.push_statistics_(
+            own.mean, own.sigma, *counts, *numbers, begins, weight, tag, text, among, *of_h1(state)
+        )
+        its = from_vector(kept, (1, *own.mean.shape[1:]))
+        y = normalize(wide, its.mean, its.sigma, weight, bias, mask)
+        return y.to(x.dtype), (kept, *own), None
 
     def backward(
-        self, plan: Plan, dy: Tensor, x: Tensor, weight: Any, mask: Any, saved: Any, kept: Any, h2: H2, needs: Any
+        self, plan: Plan, dy: Tensor, x: Tensor, weight: Any, mask: Any, saved: Any, _: Any, h2: H2, needs: Any
     ) -> Gradients:
-        written = [getattr(h2.grads, part) for part in PARTS]
-        dx, dgain, dbias = torch.ops.streamnorm.backward_(dy, x, weight, mask, saved[0], *plan.prepared, *written)
-        return dx if needs[0] else None, dgain if needs[1] else None, dbias if needs[2] else None
+        kept, own, config, compute = saved[0], Moments(*saved[1:]), plan.call.config, plan.call.compute
+        its = from_vector(kept, (1, *own.mean.shape[1:]))
+        rest = config, compute, lambda *g: _pass_on(plan, kept, own, h2, *g), needs[0]
+        found = back_through(dy, x, weight, mask, its.mean, its.sigma, own, *rest)
+        like = compute if weight is None else weight.dtype
+        return found[0], found[1].to(like) if needs[1] else None, found[2].to(like) if needs[2] else None
+
+
+def _center_for(plan: Plan, state: State, mean: Tensor, present: Tensor | None) -> Tensor:
+    if plan.call.config.center != "running":
+        return fixed_center(plan.call.config.center, mean)
+    found: Tensor = torch.ops.streamnorm.center(mean, present, *plan.prepared, state.mean, state.seen)
+    return found
+
+
+def _pass_on(
+    plan: Plan, kept: Tensor, own: Moments, h2: H2, grad_mean: Tensor, grad_sigma: Tensor
+) -> tuple[Tensor, Tensor]:
+    g = torch.stack([grad_mean, grad_sigma]).to(kept.dtype).reshape(h2.grads.short.shape)
+    streams = [getattr(h2.grads, part) for part in PARTS]
+    g_hat = torch.ops.streamnorm.push_gradients_(g, kept, *plan.prepared, *streams)
+    return share_among_samples(g_hat.reshape(2, *grad_mean.shape).to(grad_mean.dtype), own)
 
 
 _OPERATORS: Any = Operators()
@@ -73,122 +102,106 @@ def stream_compiled(
     begins: bool,
 ) -> Tensor:
     """A training call of a streaming layer, for the compiler to trace. `tag`: the layer's `_name_tag`."""
-    plan = Plan(None, _OPERATORS, (tag, config.text, backends.among))  # type: ignore[arg-type]
+    call = backends.signature_of(config, x, weight, bias, mask, state.mean.dtype, compiled=True)
+    plan = Plan(call, _OPERATORS, (tag, config.text, backends.among))
     return Normalize.apply(x, weight, bias, mask, Call(plan, H1(state), H2(state.grads), begins=begins))  # type: ignore[no-untyped-call, no-any-return]
 
 
-def _signature(x: Tensor, weight: Any, bias: Any, mask: Any, text: str, stored: torch.dtype) -> Signature:
-    return backends.signature_of(from_text(text), x, weight, bias, mask, stored, compiled=True)
-
-
-def _plan(call: Signature, among: str, x: Tensor, weight: Any, bias: Any, state: State | None) -> Plan:
-    """The choice is that of the graph; tensors have memory now, and are looked at."""
-    backend = backends.choose(call, x, weight, bias, state, backends.named(among)).backend
-    now = call._replace(compiled=False)
-    prepared = backend.prepare(now, x, weight, bias, state)
-    if prepared is None:
-        raise RuntimeError(
-            "the state of a compiled streaming layer was moved or replaced since it was compiled: run torch.compile "
-            "again, or call torch.compiler.reset() first"
-        )
-    return Plan(now, backend, prepared)
-
-
 @torch.no_grad()
-def _forward(
-    x: Tensor, weight: Any, bias: Any, mask: Any, begins: bool, tag: Tensor, text: str, among: str, *h1: Tensor
-) -> tuple[Tensor, Tensor]:
-    tensors = dict(zip(H1_FIELDS, h1, strict=True))
-    like = tensors["mean"]
-    unused = to_dict(new_state(tuple(like.shape), like))  # H2 is not this operator's business
-    state = from_dict(unused | tensors)
-    layer = layer_of(tag)
-    entry = replay.begin(int(tag), True)
-    given = x
-    x, weight, bias = _readable(x), _contiguous(weight), _contiguous(bias)
-    plan = _plan(_signature(x, weight, bias, mask, text, like.dtype), among, x, weight, bias, state)
+def _center(
+    mean: Tensor, present: Tensor | None, tag: Tensor, text: str, among: str, running: Tensor, seen: Tensor
+) -> Tensor:
+    entry = replay.begin(~int(tag), False)  # another number than that of the push
     if entry is not None and entry.again:
-        result = plan.backend.repeat(plan, x, weight, bias, mask, entry.kept[1])
-    else:
-        if layer is not None:
-            layer._on_forward(weight)
-            if layer._folds_alike:
-                write(state, fold_statistics(plan.call.config, state), H1_FIELDS)
-        result = plan.backend.forward(plan, x, weight, bias, mask, H1(state), begins)
+        found: Tensor = entry.kept.clone()
+        return found
+    config = from_text(text)
+    streams = backends.streams(config, mean.dtype, mean.device.type, present is not None, among)
+    found = streams.center(config, running, seen, mean, present)
     if entry is not None:
-        entry.kept = plan.backend, result[2]
-    return _laid_out_like(given, result[0]), plan.backend.pack(plan, result)
+        entry.kept = found.clone()
+    return found
 
 
 @torch.no_grad()
-def _backward(
-    dy: Tensor,
-    x: Tensor,
+def _push_statistics(
+    mean: Tensor,
+    sigma: Tensor,
+    elements: Tensor | None,
+    present: Tensor | None,
+    samples: Tensor | None,
+    number: int,
+    batch: int,
+    channels: int,
+    begins: bool,
     weight: Tensor | None,
-    mask: Tensor | None,
-    kept: Tensor,
     tag: Tensor,
     text: str,
     among: str,
-    *grads: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    h2 = Stream(*grads)
-    layer = layer_of(tag)
-    given = x
-    x, weight = _readable(x), _contiguous(weight)
-    call = _signature(x, weight, weight, mask, text, h2.long.dtype)
-    like = h2.long.new_empty(h2.long.shape[1:])
-    state = replace(new_state(tuple(like.shape), like), grads=h2)  # H1 is not this operator's business
-    plan = _plan(call, among, x, weight, weight, state)
+    *h1: Tensor,
+) -> Tensor:
+    caller = int(tag)
+    entry = replay.begin(caller, True)
+    if entry is not None and entry.again:
+        kept: Tensor = entry.kept.clone()
+        return kept
+    config, layer = from_text(text), layer_of(caller)
+    if layer is not None:
+        layer._on_forward(weight)
+        if layer._folds_alike:
+            state = from_h1(h1)
+            write(state, fold_statistics(config, state), H1_FIELDS)
+    counts = number if elements is None else elements, present, batch if samples is None else samples
+    streams = backends.streams(config, mean.dtype, mean.device.type, present is not None, among)
+    kept = streams.forward(config, h1, Measured(mean, sigma, *counts, channels, begins), _memo_of(layer))
+    if entry is not None:
+        entry.kept = kept.clone()
+    return kept
+
+
+@torch.no_grad()
+def _push_gradients(g: Tensor, kept: Tensor, tag: Tensor, text: str, among: str, *h2: Tensor) -> Tensor:
+    config, layer = from_text(text), layer_of(int(tag))
     if layer is not None:
         layer._on_backward()
         if layer._folds_alike:
-            window, total = kept[-2:].to(torch.float64)
-            write_stream(h2, fold_gradients(plan.call.config, h2, window, total))
-    saved, its = plan.backend.unpack(plan, x, mask, kept)
-    dx, dgain, dbias = plan.backend.backward(plan, dy, x, weight, mask, saved, its, H2(h2), (True, True, True))
-    dtype = call.compute if weight is None else weight.dtype
-    return _laid_out_like(given, dx), dgain.to(dtype), dbias.to(dtype)  # type: ignore[arg-type, union-attr]
+            grads = Stream(*h2)
+            write_stream(grads, fold_gradients(config, grads, *kept[-2:].to(torch.float64)))
+    streams = backends.streams(config, g.dtype, g.device.type, False, among)
+    return streams.backward(config, h2, kept, g, _memo_of(layer))
 
 
-def _readable(x: Tensor) -> Tensor:
-    """What backends can read, laid out as torch.empty_like lays out its result."""
-    known = backends.layout_of(x) != "other" and torch.empty_like(x).stride() == x.stride()
-    return x if known else x.contiguous()
+def _memo_of(layer: Any) -> dict[Any, Any]:
+    return {} if layer is None else layer.__dict__.setdefault("_memo", {})
 
 
-def _contiguous(vector: Tensor | None) -> Tensor | None:
-    return None if vector is None else vector.contiguous()
+def _center_like(mean: Tensor, *_: Any) -> Tensor:
+    _refuse_repetition()
+    return mean.new_empty((1, *mean.shape[1:]))
 
 
-def _laid_out_like(x: Tensor, result: Tensor) -> Tensor:
-    """The compiler was promised the strides of torch.empty_like."""
-    like = torch.empty_like(x)
-    return result if result.stride() == like.stride() else like.copy_(result)
+def _kept_like(mean: Tensor, *rest: Any) -> Tensor:
+    _refuse_repetition()
+    state = from_h1(rest[-len(H1_FIELDS) :])
+    return state.mean.new_empty(2 * state.mean.numel() + 5)
 
 
-def _forward_shapes(
-    x: Tensor, weight: Any, bias: Any, mask: Any, begins: bool, tag: Tensor, text: str, among: str, *h1: Tensor
-) -> tuple[Tensor, Tensor]:
+def _gradients_like(g: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(g)
+
+
+def _refuse_repetition() -> None:
     if compat.repeats_in_backward():
         raise RuntimeError(
             "the compiler would repeat a streaming layer in backward from a state that has moved on: compile inside "
             "the checkpoint, as in checkpoint(torch.compile(segment), x, use_reentrant=False)"
         )
-    stored = h1[H1_FIELDS.index("mean")].dtype
-    call = _signature(x, weight, bias, mask, text, stored)
-    backend = backends.choose(call, x, weight, bias, None, backends.named(among)).backend
-    return torch.empty_like(x), x.new_empty(backend.packed_size(call, x), dtype=call.compute)
 
 
-def _backward_shapes(
-    dy: Tensor, x: Tensor, weight: Tensor | None, mask: Any, kept: Tensor, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    dtype = kept.dtype if weight is None else weight.dtype
-    return torch.empty_like(x), x.new_empty(x.shape[1], dtype=dtype), x.new_empty(x.shape[1], dtype=dtype)
-
-
-_LIBRARY.impl("forward_", _forward, "CompositeExplicitAutograd")
-_LIBRARY.impl("backward_", _backward, "CompositeExplicitAutograd")
-torch.library.register_fake("streamnorm::forward_", _forward_shapes, lib=_LIBRARY)
-torch.library.register_fake("streamnorm::backward_", _backward_shapes, lib=_LIBRARY)
+for _name, _body, _shape in (
+    ("center", _center, _center_like),
+    ("push_statistics_", _push_statistics, _kept_like),
+    ("push_gradients_", _push_gradients, _gradients_like),
+):
+    _LIBRARY.impl(_name, _body, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"streamnorm::{_name}", _shape, lib=_LIBRARY)

@@ -211,8 +211,8 @@ class Norm(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
-        # A copy is not paused, and makes its own plans.
-        return {key: value for key, value in state.items() if key not in ("_paused", "_known", "_looked", "_sent")}
+        own = ("_paused", "_known", "_looked", "_memo", "_sent")  # a copy is not paused, and makes its own plans
+        return {key: value for key, value in state.items() if key not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         watch_encoders(Norm)  # in another process this may be the first norm

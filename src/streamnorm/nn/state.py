@@ -55,8 +55,8 @@ class Stateful(Norm, Listener):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in _OF_NO_PLAN:
-            self.__dict__.pop("_known", None)  # how the last call was served: something is new now
-            self.__dict__.pop("_looked", None)
+            for known in ("_known", "_looked", "_memo"):  # how the last call was served: something is new now
+                self.__dict__.pop(known, None)
         if name in FIELDS and isinstance(value, Tensor):
             self._set_tensor(name, value)
         else:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..backends.memory import outside_inference_mode
 from ..core import state as stream
-from ..core.algorithm import blend, stream_statistics
+from ..core.algorithm import blend, stream_input
 from ..core.config import STATISTIC, Config
 from ..core.state import State
 from ..engine.context import evaluating
@@ -176,7 +176,7 @@ class _Collector:
         before = stream.bind(self.states.get(index, self.fresh), norm._statistic_shape(x))
         config = replace(self.config, warmup=0) if self.settled else self.config
         wide = x.to(torch.promote_types(x.dtype, before.mean.dtype))
-        after, _, _ = stream_statistics(config, before, wide, mask)
+        after, _, _ = stream_input(config, before, wide, mask)
         if self.settled:
             after = replace(after, mean=before.mean, sigma=before.sigma)
         else:

@@ -15,7 +15,7 @@ from ...engine.compat import has_hooks
 from ...engine.context import refuse_second_derivative, transformed
 from ...engine.function import run_sequence
 from ..streaming import StreamingNorm
-from .step import GRU_KIND, RNN_KIND, Activation, Gates, Hidden, Linear, Product, grouped
+from .step import GRU_KIND, LSTM_KIND, RNN_KIND, Activation, Gates, Hidden, Linear, Product, grouped
 
 
 class _LateWeight(torch.autograd.Function):
@@ -120,7 +120,7 @@ class Whole(NamedTuple):
     backend: Any
     norms: list[Any]
     call: backends.Sequence
-    tensors: tuple[Tensor, Tensor, Tensor]  # products of the input, first hidden state, recurrent weight
+    tensors: tuple[Tensor, Tensor, Tensor]  # products of the input, first state, recurrent weight
     affine: list[Any]
 
 
@@ -135,7 +135,7 @@ def _in_one_call(
     opened = [norm._begin_sequence(runner) for norm in whole.norms]
     streamed = [state for state, _ in opened], [receive for _, receive in opened]
     output, final = run_sequence(*whole.tensors, whole.affine, whole.call, runner, *streamed)
-    return output, (final,)
+    return output, final.unbind() if len(start) > 1 else (final,)
 
 
 def served(
@@ -153,11 +153,14 @@ def served(
         reached = products.requires_grad and gates.weight.requires_grad
         if not (reached or all(norm.affine and norm.weight.requires_grad for norm in norms)):
             return "some norm gets no gradient"
+        # c may be all that the loss reads; then only the gradient of the weight reaches the last output gate.
+        if gates.kind.states > 1 and not gates.weight.requires_grad:
+            return "with a frozen weight some gate may get no gradient"
     tested = not norms[0].training and norms[0].eval_memory > 0
-    kind = gates.kind.gates, f is torch.relu, reverse, training, tested, gates.goes_on
+    kind = gates.kind.gates, gates.normed_cell, f is torch.relu, reverse, training, tested, gates.goes_on
     call = backends.Sequence(*kind, tuple(sizes), norms[0].config)
     affine = [norm.weight for norm in norms] + [norm.bias for norm in norms]
-    tensors = products, start[0], gates.weight
+    tensors = products, torch.stack(start) if len(start) > 1 else start[0], gates.weight
     why = "no backend has whole sequences"
     for backend in backends.active().backends:
         runner = backend.sequences
@@ -173,16 +176,17 @@ def served(
 def _alike(gates: Gates, products: Tensor, sizes: Sequence[int], start: Hidden) -> list[Any] | str:
     """The norms, if all of them stream in the same way and nothing else hangs on their calls; else why not."""
     kind, size = gates.kind, gates.size
-    if kind not in (RNN_KIND, GRU_KIND) or gates.product != Linear():
-        return "backends have the RNN and the paper's GRU on vectors"
+    if kind not in (RNN_KIND, GRU_KIND, LSTM_KIND) or gates.product != Linear():
+        return "backends have the RNN, the paper's GRU and the LSTM on vectors"
     if gates.norms is None or transformed():
         return "it has no norms, or is transformed"
     # Backends know these sizes, and take the tensors at their word.
-    wide, shapes = kind.gates * size, (products.shape, gates.weight.shape, start[0].shape)
-    if shapes != ((sum(sizes), wide), (wide, size), (max(sizes), size)) or any(b is not None for b in gates.biases):
+    wide, shapes = kind.gates * size, [tensor.shape for tensor in (products, gates.weight, *start)]
+    known = [(sum(sizes), wide), (wide, size), *[(max(sizes), size)] * kind.states]
+    if shapes != known or any(bias is not None for bias in gates.biases):
         return "a weight is of another size, or there is a bias beside those of the norms"
-    norms: list[Any] = [*gates.norms.x, *gates.norms.h]
-    if len(set(norms)) < 2 * kind.gates:  # called in another order
+    norms: list[Any] = [*gates.norms.x, *gates.norms.h, *([gates.norms.cell] if gates.normed_cell else [])]
+    if len(set(norms)) < len(norms):  # called in another order
         return "one norm serves several products"
     if not all(type(norm) is StreamingNorm and norm.num_features == size for norm in norms):
         return "not all norms are a StreamingNorm"
@@ -203,7 +207,7 @@ def explained(gates: Gates, products: Tensor, batch: int, f: Activation) -> list
     if gates.norms is None:
         return said
     one: Any = gates.norms.x[0]
-    return [*said, f"Of its norms: {backends.explain(one, products[:batch, : gates.size])}"]
+    return [*said, f"Of its norms: {backends.explain(one, gates.split(products[:batch])[0])}"]
 
 
 def _late_zeros(gates: Gates, group: int, used: list[Any], like: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:

@@ -136,6 +136,7 @@ class Gates:
     def __init__(
         self, kind: Kind, product: Product, weight_hh: Tensor, bias_hh: Tensor | None, norms: Norms | None, size: int
     ) -> None:
+        self.normed_cell = norms is not None and norms.cell is not None
         self.goes_on, self.first = False, 0  # whether from the state of another sequence; the step that is walked first
         self.kind, self.product, self.norms, self.size = kind, product, norms, size
         self.weight = weight_hh
@@ -153,10 +154,17 @@ class Gates:
     def _normalized(
         self, products: Tensor, norms: Iterable[nn.Module] | None, mask: Tensor | None, step: int
     ) -> list[Tensor]:
-        gates = torch.split(products, self.size, 1)
         if norms is None:
+            return list(torch.split(products, self.size, 1))
+        pairs = zip(norms, self.split(products), strict=True)
+        return [norm(gate, mask=mask, step=self._position(norm, step)) for norm, gate in pairs]
+
+    def split(self, products: Tensor) -> list[Tensor]:
+        """The products of each gate, as norms get them."""
+        gates = torch.split(products, self.size, 1)
+        if products.ndim == 2 or len(gates) == 1:
             return list(gates)
-        return [norm(gate, mask=mask, step=self._position(norm, step)) for norm, gate in zip(norms, gates, strict=True)]
+        return [gate.clone() for gate in gates]  # a copy costs less than a norm of images with gaps between them
 
     def _position(self, norm: nn.Module, step: int) -> int:
         """A streaming norm counts samples at step 0: where a sequence begins that does not go on from another one."""
