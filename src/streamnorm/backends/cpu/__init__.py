@@ -1,4 +1,4 @@
-"""C++ kernels for the CPU: layers in one or two passes over memory, and whole sequences of the RNN and the GRU.
+"""C++ kernels for the CPU: layers in one or two passes over memory, and whole sequences of recurrent layers.
 
 They are built when the package is installed, if there is a compiler. `binding` is the door, `layer` and `sequence` are
 what passes through it. No rule is decided here: `stream.h` is the twin of core/algorithm.py, `moments.h` of

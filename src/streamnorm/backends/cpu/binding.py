@@ -27,6 +27,7 @@ except ImportError:  # no compiler when the package was installed
     _native = None
 
 VARIANTS = ("avx2", "baseline")
+ELEMENTS = (torch.float32, torch.bfloat16)  # of inputs and outputs of a layer: `Element` of types.h
 # How a setting is written into `Settings` of types.h; those that are not here are lists of numbers.
 _WRITTEN: dict[str, tuple[str, Callable[[Any], list[Any]]]] = {
     "p": ("q", lambda p: [int(p)]),
@@ -48,7 +49,7 @@ mismatch = _native is not None and getattr(_native, "fields", tuple)() != _FIELD
 if mismatch:  # built for other settings or another state
     _native = None
 if _native is not None:
-    _native.introduce(Tensor, Parameter, torch.float32)
+    _native.introduce(Tensor, Parameter, *ELEMENTS)
 variant = next((name for name in VARIANTS if _native is not None and _native.use(name)), None)
 
 
@@ -70,21 +71,23 @@ def unserved(config: Statistic) -> str | None:
     return next((reason for reason, applies in reasons.items() if applies), None)
 
 
+@lru_cache(maxsize=256)
 def settings_record(config: Config) -> bytes:
     """`Settings` of types.h."""
     return _record.pack(*(number for name in KNOWN for number in _WRITTEN[name][1](getattr(config, name))))
 
 
 Readers = tuple[Callable[[], int], ...]
-# Checks in float32 for calls that come again and again: all_plain(*tensors), all_vectors(size, *tensors).
-all_plain: Callable[..., bool] = getattr(_native, "plain", None)  # type: ignore[assignment]
+# Checks for calls that come again and again. In float32: all_vectors(size, *tensors).
 all_vectors: Callable[..., bool] = getattr(_native, "vectors", None)  # type: ignore[assignment]
 
 # Whether readers give what a record says: still(readers, record).
 still: Callable[[Readers, bytes], bool] = getattr(_native, "still", None)  # type: ignore[assignment]
-# Whether a steady call is as the one that was looked at: fits(shape, stride, channels, readers, record, x, gain, bias).
+# Whether a steady call is as the one that was looked at: fits(shape, stride, types of x, gain and bias, channels,
+# readers, record, x, gain, bias).
 fits: Callable[..., bool] = getattr(_native, "fits", None)  # type: ignore[assignment]
-# Whether a backward pass is given what its forward pass had: suits(x stride, dy stride, channels, x, dy, gain).
+# Whether a backward pass is given what its forward pass had, and a gain in float32: suits(x stride, dy stride, type,
+# channels, x, dy, gain).
 suits: Callable[..., bool] = getattr(_native, "suits", None)  # type: ignore[assignment]
 
 # What readers give now: `H1` and `H2` of types.h for those of a state.
@@ -169,11 +172,17 @@ def address(tensor: Tensor | None) -> int:
 Layout = tuple[int, int, int, int, int]  # rows, samples, channels, space, stride: see `Layer` of types.h
 
 
-# Calls of a layer: settings, H1 or H2 (not of a repetition), the layout, threads, then the addresses of x, gain, bias
-# and what is kept; then that of y, or that of dy, the scale of the loss, and the addresses of dx, dgain and dbias.
+# Calls of a layer: the place in ELEMENTS of what x, y, dy and dx are made of; settings, H1 or H2 (not of a repetition),
+# the layout, threads, then the addresses of x, gain, bias and what is kept; then that of y, or that of dy, the scale of
+# the loss, and the addresses of dx, dgain and dbias.
 layer_forward: Callable[..., None] = getattr(_native, "layer_forward", None)  # type: ignore[assignment]
 layer_repeat: Callable[..., None] = getattr(_native, "layer_repeat", None)  # type: ignore[assignment]
 layer_backward: Callable[..., None] = getattr(_native, "layer_backward", None)  # type: ignore[assignment]
+
+# F and G alone: settings, H1 or H2, channels; then elements, samples, whether they are new, and the addresses of mean,
+# sigma and what is kept; or those of what is kept and g, which is replaced by what flows on.
+push_statistics: Callable[..., None] = getattr(_native, "push_statistics", None)  # type: ignore[assignment]
+push_gradients: Callable[..., None] = getattr(_native, "push_gradients", None)  # type: ignore[assignment]
 
 _gain_and_bias = struct.Struct("2q")
 _scale = struct.Struct("d")
@@ -186,10 +195,10 @@ def norm_record(gain: Tensor | None, bias: Tensor | None, h1: bytes, h2: bytes, 
 
 
 def sequence_forward(fixed: tuple[Any, ...], tensors: Iterable[Tensor]) -> None:
-    """`fixed`: `Sequence` of types.h up to its tensors; then their addresses, and the last hidden state."""
+    """`fixed`: `Sequence` of types.h up to its tensors; then their addresses, and that of the last state."""
     _native.sequence_forward(*fixed, *[tensor.data_ptr() for tensor in tensors])
 
 
-def sequence_backward(fixed: tuple[Any, ...], tensors: Iterable[Tensor]) -> None:
+def sequence_backward(fixed: tuple[Any, ...], tensors: Iterable[Tensor | None]) -> None:
     """The same, up to what is kept; then the gradients of output and final state, and those that are asked for."""
-    _native.sequence_backward(*fixed, *[tensor.data_ptr() for tensor in tensors])
+    _native.sequence_backward(*fixed, *map(address, tensors))

@@ -6,7 +6,8 @@
 // Rows (M, C), which is channels last too: all rows must be read before one can be normalized.
 #pragma once
 
-inline int64_t workers(const Layer& call) {  // starting threads costs as much as some 20,000 elements
+template <class T>
+inline int64_t workers(const LayerOf<T>& call) {  // starting threads costs as much as some 20,000 elements
     return call.samples * call.channels * call.space < 65536 ? 1 : call.threads;
 }
 
@@ -16,14 +17,15 @@ inline int64_t workers(const Layer& call) {  // starting threads costs as much a
 // faster than pages here and there.
 const int64_t GROUP = 16;
 
-inline int64_t group_of(const Layer& call) {
-    const int64_t bytes = call.space * (int64_t)sizeof(float);
+template <class T>
+inline int64_t group_of(const LayerOf<T>& call) {
+    const int64_t bytes = call.space * (int64_t)sizeof(T);
     return std::max<int64_t>(1, std::min<int64_t>(GROUP, 16384 / bytes));
 }
 
 // Calls body(first, last) for groups of channels, and shares them out among threads.
-template <class Body>
-inline void each_group(const Layer& call, const Body& body) {
+template <class T, class Body>
+inline void each_group(const LayerOf<T>& call, const Body& body) {
     const int64_t group = group_of(call), groups = (call.channels + group - 1) / group;
     share_out(groups, workers(call), [&](int64_t begin, int64_t end, int64_t) {
         for (int64_t i = begin; i < end; i++) body(i * group, std::min(call.channels, (i + 1) * group));
@@ -31,8 +33,8 @@ inline void each_group(const Layer& call, const Body& body) {
 }
 
 // The sums of each channel of a group, (SUMS, channels): `term(i, c, sums)` adds what element i, of channel c, gives.
-template <int SUMS, class Term>
-inline void sum_group(const Layer& call, int64_t first, int64_t last, double* out, const Term& term) {
+template <int SUMS, class T, class Term>
+inline void sum_group(const LayerOf<T>& call, int64_t first, int64_t last, double* out, const Term& term) {
     RunSums<SUMS> sums[GROUP];
     for (int64_t n = 0; n < call.samples; n++)
         for (int64_t c = first; c < last; c++) {
@@ -46,8 +48,9 @@ inline void sum_group(const Layer& call, int64_t first, int64_t last, double* ou
 }
 
 // Sums of x - c and |x - c|^p of a group.
-inline void sum_powers(const Layer& call, int64_t first, int64_t last, const float* center, double* out) {
-    const float* x = call.x;
+template <class T>
+inline void sum_powers(const LayerOf<T>& call, int64_t first, int64_t last, const float* center, double* out) {
+    const T* x = call.x;
     if (call.settings->p == 2)
         sum_group<2>(call, first, last, out, [=](int64_t i, int64_t c, auto* s) {
             const auto d = load<Lane<decltype(s)>>(x + i) - center[c];
@@ -73,7 +76,8 @@ inline void share_sums(int64_t n, int64_t threads, int64_t count, double* sums, 
 }
 
 // All channels of the layer, about the centers given: sums into (2, C).
-inline void sum_all(const Layer& call, const float* center, double* sums) {
+template <class T>
+inline void sum_all(const LayerOf<T>& call, const float* center, double* sums) {
     const int64_t channels = call.channels, threads = workers(call);
     if (!call.rows) {
         each_group(call, [&](int64_t first, int64_t last) { sum_powers(call, first, last, center, sums); });
@@ -91,14 +95,15 @@ inline bool starts(const Settings& set, const H1& state) {
 }
 
 // The centers of a call, from what is known before it, or from a pass over the data for the means.
-inline void find_centers(const Layer& call, Kept kept, double* sums) {
+template <class T>
+inline void find_centers(const LayerOf<T>& call, Kept kept, double* sums) {
     const Settings& set = *call.settings;
     const int64_t channels = call.channels;
     if (set.center == RUNNING)
         std::copy(call.h1->mean, call.h1->mean + channels, kept.center);
     else  // about one of the channel's own elements, the mean of data far from 0 loses no digits
         for (int64_t c = 0; c < channels; c++)
-            kept.center[c] = set.center == ZERO ? 0 : call.x[call.rows ? c : c * call.space];
+            kept.center[c] = set.center == ZERO ? 0 : wide(call.x[call.rows ? c : c * call.space]);
     if (set.center != MEAN && !starts(set, *call.h1)) return;
     sum_all(call, kept.center, sums);
     for (int64_t c = 0; c < channels; c++)
@@ -109,10 +114,12 @@ inline void find_centers(const Layer& call, Kept kept, double* sums) {
         std::fill(kept.center, kept.center + channels, layer_mean(kept.mean, channels));
 }
 
-inline int64_t scratch_of(const Layer& call) { return 3 * call.channels * (workers(call) + 1); }
+template <class T>
+inline int64_t scratch_of(const LayerOf<T>& call) { return 3 * call.channels * (workers(call) + 1); }
 
 // S and F of rows: fills `kept`. `sums` is scratch, as is that of the function below.
-inline void stream_rows(const Layer& call, Kept kept, double* sums) {
+template <class T>
+inline void stream_rows(const LayerOf<T>& call, Kept kept, double* sums) {
     const double n = (double)(call.samples * call.space);
     find_centers(call, kept, sums);
     sum_all(call, kept.center, sums);
@@ -123,35 +130,38 @@ inline void stream_rows(const Layer& call, Kept kept, double* sums) {
 
 // ---- forward -------------------------------------------------------------------------------------------------------
 
-inline void normalize_group(const Layer& call, int64_t first, int64_t last, const float* mean, const float* sigma,
-                            float* y) {
+template <class T>
+inline void normalize_group(const LayerOf<T>& call, int64_t first, int64_t last, const float* mean, const float* sigma,
+                            T* y) {
     for (int64_t n = call.samples - 1; n >= 0; n--)  // from the end, which is still in the cache
         for (int64_t c = first; c < last; c++) {
             const float scale = (call.gain ? call.gain[c] : 1.0f) / sigma[c], shift = call.bias ? call.bias[c] : 0.0f;
             const float m = mean[c];
-            const float* __restrict in = call.x + (n * call.channels + c) * call.space;
-            float* __restrict out = y + (n * call.channels + c) * call.space;
-            for (int64_t i = 0; i < call.space; i++) out[i] = (in[i] - m) * scale + shift;
+            const int64_t at = (n * call.channels + c) * call.space;
+            map_run(call.space, y + at, [=](float x) { return (x - m) * scale + shift; }, call.x + at);
         }
 }
 
-inline void normalize_rows(const Layer& call, Kept kept, float* scale, float* y) {
+template <class T>
+inline void normalize_rows(const LayerOf<T>& call, Kept kept, float* scale, T* y) {
     const int64_t channels = call.channels;
     find_units(call.gain, kept.sigma_hat, 0, channels, scale);
     share_out(call.samples, workers(call), [&](int64_t begin, int64_t end, int64_t) {
-        const float *__restrict by = scale, *__restrict mean = kept.mean_hat, *__restrict shift = call.bias;
+        const float *by = scale, *mean = kept.mean_hat;
         rows_from_the_end(begin, end, channels, [&](int64_t row) {
-            const float* __restrict in = call.x + row * call.stride;
-            float* __restrict out = y + row * channels;
-            if (shift)
-                for (int64_t c = 0; c < channels; c++) out[c] = (in[c] - mean[c]) * by[c] + shift[c];
+            const T* in = call.x + row * call.stride;
+            T* out = y + row * channels;
+            if (call.bias)
+                map_run(channels, out, [](float x, float m, float k, float b) { return (x - m) * k + b; }, in, mean, by,
+                        call.bias);
             else
-                for (int64_t c = 0; c < channels; c++) out[c] = (in[c] - mean[c]) * by[c];
+                map_run(channels, out, [](float x, float m, float k) { return (x - m) * k; }, in, mean, by);
         });
     });
 }
 
-void layer_forward(const Layer& call, float* y) {
+template <class T>
+void layer_forward(const LayerOf<T>& call, T* y) {
     const Settings& set = *call.settings;
     const H1& state = *call.h1;
     const int64_t channels = call.channels;
@@ -170,7 +180,7 @@ void layer_forward(const Layer& call, float* y) {
     const Push push(state.stats, guarded(set.alpha, window_share(set, state, (double)call.batch, n, call.begins != 0)), true);
     each_group(call, [&](int64_t first, int64_t last) {
         if (set.center == MEAN) {  // while the group is in the cache
-            for (int64_t c = first; c < last; c++) kept.center[c] = call.x[c * call.space];
+            for (int64_t c = first; c < last; c++) kept.center[c] = wide(call.x[c * call.space]);
             sum_powers(call, first, last, kept.center, sums);
             for (int64_t c = first; c < last; c++) kept.center[c] = (float)(kept.center[c] + sums[c] / n);
         }
@@ -189,7 +199,8 @@ void layer_forward(const Layer& call, float* y) {
     });
 }
 
-void layer_repeat(const Layer& call, float* y) {
+template <class T>
+void layer_repeat(const LayerOf<T>& call, T* y) {
     const Kept kept(call.kept, call.channels);
     if (call.rows) {
         normalize_rows(call, kept, (float*)workspace(scratch_of(call)), y);
@@ -203,8 +214,10 @@ void layer_repeat(const Layer& call, float* y) {
 // ---- backward ------------------------------------------------------------------------------------------------------
 
 // Sums of dy, dy * (x - mean_hat) and, where they matter, of sign(x - center) of a group.
-inline void sum_gradients(const Layer& call, const float* dy, int64_t first, int64_t last, Kept kept, double* out) {
-    const float *x = call.x, *mean = kept.mean_hat, *center = kept.center;
+template <class T>
+inline void sum_gradients(const LayerOf<T>& call, const T* dy, int64_t first, int64_t last, Kept kept, double* out) {
+    const T* x = call.x;
+    const float *mean = kept.mean_hat, *center = kept.center;
     sum_group<2>(call, first, last, out, [=](int64_t i, int64_t c, auto* s) {
         using V = Lane<decltype(s)>;
         const V slope = load<V>(dy + i);
@@ -217,23 +230,24 @@ inline void sum_gradients(const Layer& call, const float* dy, int64_t first, int
         });
 }
 
-inline void pull_back_group(const Layer& call, const float* dy, int64_t first, int64_t last, const float* center,
-                            Slopes slopes, float* dx) {
+template <class T>
+inline void pull_back_group(const LayerOf<T>& call, const T* dy, int64_t first, int64_t last, const float* center,
+                            Slopes slopes, T* dx) {
     for (int64_t n = call.samples - 1; n >= 0; n--)  // from the end, which is still in the cache
         for (int64_t c = first; c < last; c++) {
             const float unit = slopes.unit[c], slope = slopes.slope[c], offset = slopes.offset[c], mid = center[c];
             const int64_t at = (n * call.channels + c) * call.space;
-            const float *__restrict x = call.x + at, *__restrict g = dy + at;
-            float* __restrict out = dx + at;
+            const auto each = [&](auto f) { map_run(call.space, dx + at, f, call.x + at, dy + at); };
             if (call.settings->p == 2)
-                for (int64_t i = 0; i < call.space; i++) out[i] = g[i] * unit + (x[i] - mid) * slope + offset;
+                each([=](float x, float g) { return g * unit + (x - mid) * slope + offset; });
             else
-                for (int64_t i = 0; i < call.space; i++) out[i] = g[i] * unit + sign(x[i] - mid) * slope + offset;
+                each([=](float x, float g) { return g * unit + sign(x - mid) * slope + offset; });
         }
 }
 
 // G of rows: dE/dgain and dE/dbias are added to, and the slopes that lead to dx are left in the scratch memory.
-inline Slopes stream_back_rows(const Layer& call, const float* dy, int64_t dy_stride, float scale, Kept kept,
+template <class T>
+inline Slopes stream_back_rows(const LayerOf<T>& call, const T* dy, int64_t dy_stride, float scale, Kept kept,
                                double* scratch, float* dgain, float* dbias) {
     const Settings& set = *call.settings;
     const int64_t channels = call.channels, threads = workers(call);
@@ -252,7 +266,8 @@ inline Slopes stream_back_rows(const Layer& call, const float* dy, int64_t dy_st
     return slopes;
 }
 
-inline void back_through_rows(const Layer& call, const float* dy, float scale, double* scratch, float* dx,
+template <class T>
+inline void back_through_rows(const LayerOf<T>& call, const T* dy, float scale, double* scratch, T* dx,
                               float* dgain, float* dbias) {
     const int64_t channels = call.channels;
     const Kept kept(call.kept, channels);
@@ -264,7 +279,8 @@ inline void back_through_rows(const Layer& call, const float* dy, float scale, d
     });
 }
 
-inline void back_through_planes(const Layer& call, const float* dy, float scale, double* sums, float* dx, float* dgain,
+template <class T>
+inline void back_through_planes(const LayerOf<T>& call, const T* dy, float scale, double* sums, T* dx, float* dgain,
                                 float* dbias) {
     const Settings& set = *call.settings;
     const int64_t channels = call.channels;
@@ -294,10 +310,11 @@ inline void back_through_planes(const Layer& call, const float* dy, float scale,
     each_group(call, [&](int64_t first, int64_t last) { pull_back(first, last, g); });
 }
 
-void layer_backward(const Layer& call, const float* dy, float scale, float* dx, float* dgain, float* dbias) {
+template <class T>
+void layer_backward(const LayerOf<T>& call, const T* dy, float scale, T* dx, float* dgain, float* dbias) {
     double* scratch = workspace(call.rows ? scratch_of(call) : 7 * call.channels);
     std::fill(dgain, dgain + call.channels, 0.0f);
     std::fill(dbias, dbias + call.channels, 0.0f);
-    const auto back = call.rows ? back_through_rows : back_through_planes;
+    const auto back = call.rows ? back_through_rows<T> : back_through_planes<T>;
     back(call, dy, scale, scratch, dx, dgain, dbias);
 }

@@ -10,10 +10,11 @@ from torch import Tensor
 from ...core.config import Config
 from ...core.state import State, write_stream
 from .. import H2, Gradients, Plan, Result, Signature
-from ..memory import as_laid_out, is_vector
+from ..memory import as_laid_out, has_memory, is_plain, is_vector
 from . import binding
-from .binding import Layout, Looked, Readers, address, all_plain, still, suits
+from .binding import ELEMENTS, Layout, Looked, Readers, address, still, suits
 from .sequence import Sequences
+from .streams import Streams
 
 
 class Prepared(NamedTuple):
@@ -21,11 +22,16 @@ class Prepared(NamedTuple):
 
     shape: torch.Size  # what `binding.fits` compares
     stride: tuple[int, ...]
+    dtype: torch.dtype  # of input and output
+    gain: torch.dtype | None
+    bias: torch.dtype | None
     channels: int
     h1: Readers
     h1_record: bytes
+    element: int  # the place of `dtype` in ELEMENTS
+    widens: bool  # whether gain or bias have to be made float32
     settings: bytes
-    kept_size: int
+    new_kept: Callable[[], Tensor]  # memory for what a call keeps, in float32
     layout: Layout
     looked: Looked
     keeps_layout: bool  # whether torch.empty_like lays out an output as the kernels write it
@@ -33,94 +39,102 @@ class Prepared(NamedTuple):
 
 class Cpu:
     name, rank = "cpu", 10
-    sequences = Sequences()
+    sequences, streams = Sequences(), Streams()
 
     def missing(self) -> str | None:
         return binding.missing()
 
     def declines(self, call: Signature) -> str | None:
         config, unserved = call.config, binding.unserved(call.config)
-        types = {call.dtype, call.stored, call.gain, call.bias} - {None}
+        types = {call.dtype, call.gain, call.bias} - {None}
         reasons = {
             "it serves streaming layers": not isinstance(config, Config),
             f"it serves the CPU, not {call.device}": call.device != "cpu",
-            "it serves float32 throughout": types != {torch.float32},
+            "it serves float32 and bfloat16, with statistics in float32": (
+                call.stored != torch.float32 or not types <= set(ELEMENTS)
+            ),
             unserved or "": unserved,
             "it takes no mask": call.masked,
-            "the input is neither contiguous nor channels last": call.layout == "other" and not call.compiled,
+            "the input is neither contiguous nor channels last": call.layout == "other",
             "a tensor is not an ordinary one in memory": not call.ordinary,
         }
         return next((reason for reason, applies in reasons.items() if applies), None)
 
     def prepare(self, call: Signature, x: Tensor, weight: Any, bias: Any, state: State | None) -> Any:
         channels = x.shape[1]
-        if call.compiled:  # tensors have no memory yet
-            return all(vector is None or vector.shape == (channels,) for vector in (weight, bias)) or None
-        if state is None or not (is_vector(weight, channels) and is_vector(bias, channels) and all_plain(x)):
+        vectors = all(vector is None or is_vector(vector, channels, vector.dtype) for vector in (weight, bias))
+        if state is None or not (vectors and is_plain(x, call.dtype) and has_memory(x)):
             return None
         layout, looked = _layout(x), binding.look(state, channels)
         if layout is None or looked is None:
             return None
-        settings = binding.settings_record(call.config)
-        compared = x.shape, x.stride(), channels, looked.h1, looked.h1_record
+        types = call.dtype, call.gain, call.bias
         return Prepared(
-            *compared, settings, binding.kept_size(channels), layout, looked, x.is_contiguous() or x.ndim > 2
+            *(x.shape, x.stride(), *types, channels, looked.h1, looked.h1_record),
+            element=ELEMENTS.index(call.dtype),
+            widens=not {call.gain, call.bias} <= {torch.float32, None},
+            settings=binding.settings_record(call.config),
+            new_kept=partial(state.mean.new_empty, binding.kept_size(channels)),
+            layout=layout,
+            looked=looked,
+            keeps_layout=x.is_contiguous() or x.ndim > 2,
         )
 
     def steady(self, prepared: Prepared) -> Callable[[Tensor, Any, Any], bool]:
-        return partial(binding.fits, *prepared[:5])
+        return partial(binding.fits, *prepared[:8])
 
     def forward(self, plan: Plan, x: Tensor, weight: Any, bias: Any, mask: Any, h1: Any, begins: bool) -> Result:
         prepared = plan.prepared
-        y, kept = torch.empty_like(x) if prepared.keeps_layout else _like(x), x.new_empty(prepared.kept_size)
+        y, kept = torch.empty_like(x) if prepared.keeps_layout else _like(x), prepared.new_kept()
+        if prepared.widens:
+            weight, bias = _wide(weight, prepared.channels), _wide(bias, prepared.channels)
         gain, shift = 0 if weight is None else weight.data_ptr(), 0 if bias is None else bias.data_ptr()
         given = x.data_ptr(), gain, shift, kept.data_ptr(), prepared.shape[0], begins, y.data_ptr()
-        binding.layer_forward(prepared.settings, prepared.h1_record, *prepared.layout, torch.get_num_threads(), *given)
+        of = prepared.element, prepared.settings, prepared.h1_record
+        binding.layer_forward(*of, *prepared.layout, torch.get_num_threads(), *given)
         return y, (), (kept, x.stride(), y.stride())
 
     def repeat(self, plan: Plan, x: Tensor, weight: Any, bias: Any, mask: Any, kept: Any) -> Result:
-        y = _like(x)
-        given = map(address, (x, weight, bias, kept[0], y))
-        binding.layer_repeat(plan.prepared.settings, *plan.prepared.layout, torch.get_num_threads(), *given)
+        y, prepared = _like(x), plan.prepared
+        tensors = x, *(_wide(vector, prepared.channels) for vector in (weight, bias)), kept[0], y
+        of = prepared.element, prepared.settings
+        binding.layer_repeat(*of, *prepared.layout, torch.get_num_threads(), *map(address, tensors))
         return y, (), kept
 
     def backward(
         self, plan: Plan, dy: Tensor, x: Tensor, weight: Any, mask: Any, saved: Any, kept: Any, h2: H2, needs: Any
     ) -> Gradients:
-        (numbers, x_strides, strides), layout = kept, plan.prepared.layout
-        channels = layout[2]
-        if not suits(x_strides, strides, channels, x, dy, weight):
+        (numbers, x_strides, strides), prepared = kept, plan.prepared
+        layout, channels, dtype = prepared.layout, prepared.channels, prepared.dtype
+        if prepared.widens:
+            weight = _wide(weight, channels)
+        if not suits(x_strides, strides, dtype, channels, x, dy, weight):
             # Hooks may have moved what was saved, or it was moved under autograd's hands; gradients are of any kind.
-            dy = as_laid_out(dy, dy.shape, strides)
-            x, layout = as_laid_out(x, dy.shape, strides), (*layout[:4], channels)
-            weight = None if weight is None else as_laid_out(weight, (channels,), (1,))
+            dy = as_laid_out(dy, dy.shape, strides, dtype)
+            x, layout = as_laid_out(x, dy.shape, strides, dtype), (*layout[:4], channels)
+            weight = _wide(weight, channels)
         dx = torch.empty_like(dy) if needs[0] else None
         dgain, dbias = numbers.new_empty(channels), numbers.new_empty(channels)
-        prepared, scale = plan.prepared, 1.0 if h2.scale is None else float(h2.scale)
-        looked = prepared.looked
+        looked, scale = prepared.looked, 1.0 if h2.scale is None else float(h2.scale)
         if h2.grads is looked.grads and still(looked.h2, looked.h2_record):
             written, record = h2.grads, looked.h2_record
         else:
             written, record = binding.writable(h2.grads, channels)
         gain, out = 0 if weight is None else weight.data_ptr(), 0 if dx is None else dx.data_ptr()
         given = x.data_ptr(), gain, 0, numbers.data_ptr(), dy.data_ptr(), scale, out, dgain.data_ptr(), dbias.data_ptr()
-        binding.layer_backward(prepared.settings, record, *layout, torch.get_num_threads(), *given)
+        of = prepared.element, prepared.settings, record
+        binding.layer_backward(*of, *layout, torch.get_num_threads(), *given)
         if written is not h2.grads:
             write_stream(h2.grads, written)
         return dx, dgain if needs[1] else None, dbias if needs[2] else None
 
-    def pack(self, plan: Plan, result: Result) -> Tensor:
-        numbers: Tensor = result[2][0]
-        return numbers
-
-    def unpack(self, plan: Plan, x: Tensor, mask: Any, packed: Tensor) -> tuple[Any, Any]:
-        return (), (packed, x.stride(), _like(x).stride())
-
-    def packed_size(self, call: Signature, x: Tensor) -> int:
-        return binding.kept_size(x.shape[1])
-
     def statistics(self, plan: Plan, saved: Any) -> tuple[Tensor, ...]:
         raise RuntimeError("the kernels serve streaming layers, which keep their statistics themselves")
+
+
+def _wide(vector: Tensor | None, channels: int) -> Tensor | None:
+    """A gain or bias, as kernels read it."""
+    return None if vector is None else as_laid_out(vector, (channels,), (1,))
 
 
 def _like(x: Tensor) -> Tensor:

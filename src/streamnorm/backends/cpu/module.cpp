@@ -21,7 +21,10 @@ struct Arguments {
         failed |= value == -1 && PyErr_Occurred() != nullptr;
         return value;
     }
-    float* address() { return reinterpret_cast<float*>(number()); }
+    template <class T = float>
+    T* address() {
+        return reinterpret_cast<T*>(number());
+    }
     double real() {
         const double value = PyFloat_AsDouble(*next++);
         failed |= value == -1 && PyErr_Occurred() != nullptr;
@@ -70,8 +73,9 @@ bool counted(Py_ssize_t given, Py_ssize_t wanted) {
 
 enum class Pass { FORWARD, REPEAT, BACKWARD };
 
-Layer layer_from(Arguments& in, Pass pass) {
-    Layer call;
+template <class T>
+LayerOf<T> layer_from(Arguments& in, Pass pass) {
+    LayerOf<T> call;
     call.settings = in.record<Settings>();
     call.h1 = pass == Pass::FORWARD ? in.record<H1>() : nullptr;
     call.h2 = pass == Pass::BACKWARD ? in.record<H2>() : nullptr;
@@ -81,7 +85,7 @@ Layer layer_from(Arguments& in, Pass pass) {
     call.space = in.number();
     call.stride = in.number();
     call.threads = in.number();
-    call.x = in.address();
+    call.x = in.address<T>();
     call.gain = in.address();
     call.bias = in.address();
     call.kept = in.address();
@@ -90,40 +94,71 @@ Layer layer_from(Arguments& in, Pass pass) {
     return call;
 }
 
-PyObject* layer_forward(PyObject*, PyObject* const* args, Py_ssize_t count) {
-    if (!counted(count, 15)) return nullptr;
-    Arguments in{args};
-    const Layer call = layer_from(in, Pass::FORWARD);
-    float* y = in.address();
+template <class T>
+PyObject* run_layer(const LayerKernels<T>& with, Pass pass, Arguments& in) {
+    const LayerOf<T> call = layer_from<T>(in, pass);
+    if (pass != Pass::BACKWARD) {
+        T* y = in.address<T>();
+        if (in.failed) return nullptr;
+        return released([&] { (pass == Pass::FORWARD ? with.forward : with.repeat)(call, y); });
+    }
+    const T* dy = in.address<T>();
+    const float scale = (float)in.real();
+    T* dx = in.address<T>();
+    float *dgain = in.address(), *dbias = in.address();
     if (in.failed) return nullptr;
-    return released([&] { kernels->layer_forward(call, y); });
+    return released([&] { with.backward(call, dy, scale, dx, dgain, dbias); });
+}
+
+PyObject* run_layer(Pass pass, PyObject* const* args) {
+    Arguments in{args};
+    return in.number() == BFLOAT16 ? run_layer(kernels->bfloat16, pass, in) : run_layer(kernels->float32, pass, in);
+}
+
+PyObject* layer_forward(PyObject*, PyObject* const* args, Py_ssize_t count) {
+    return counted(count, 16) ? run_layer(Pass::FORWARD, args) : nullptr;
 }
 
 PyObject* layer_repeat(PyObject*, PyObject* const* args, Py_ssize_t count) {
-    if (!counted(count, 12)) return nullptr;
-    Arguments in{args};
-    const Layer call = layer_from(in, Pass::REPEAT);
-    float* y = in.address();
-    if (in.failed) return nullptr;
-    return released([&] { kernels->layer_repeat(call, y); });
+    return counted(count, 13) ? run_layer(Pass::REPEAT, args) : nullptr;
 }
 
 PyObject* layer_backward(PyObject*, PyObject* const* args, Py_ssize_t count) {
-    if (!counted(count, 17)) return nullptr;
+    return counted(count, 18) ? run_layer(Pass::BACKWARD, args) : nullptr;
+}
+
+PyObject* push_statistics(PyObject*, PyObject* const* args, Py_ssize_t count) {
+    if (!counted(count, 9)) return nullptr;
     Arguments in{args};
-    const Layer call = layer_from(in, Pass::BACKWARD);
-    const float* dy = in.address();
-    const float scale = (float)in.real();
-    float *dx = in.address(), *dgain = in.address(), *dbias = in.address();
+    const Settings* settings = in.record<Settings>();
+    const H1* state = in.record<H1>();
+    const int64_t channels = in.number();
+    const double elements = (double)in.number(), samples = (double)in.number();
+    const bool begins = in.number() != 0;
+    float *mean = in.address(), *sigma = in.address(), *kept = in.address();
     if (in.failed) return nullptr;
-    return released([&] { kernels->layer_backward(call, dy, scale, dx, dgain, dbias); });
+    return released([&] {
+        kernels->push_statistics(*settings, *state, channels, elements, samples, begins, mean, sigma, kept);
+    });
+}
+
+PyObject* push_gradients(PyObject*, PyObject* const* args, Py_ssize_t count) {
+    if (!counted(count, 5)) return nullptr;
+    Arguments in{args};
+    const Settings* settings = in.record<Settings>();
+    const H2* state = in.record<H2>();
+    const int64_t channels = in.number();
+    float *kept = in.address(), *g = in.address();
+    if (in.failed) return nullptr;
+    return released([&] { kernels->push_gradients(*settings, *state, channels, kept, g); });
 }
 
 Sequence sequence_from(Arguments& in) {
     Sequence seq;
     seq.settings = in.record<Settings>();
     seq.gates = in.number();
-    seq.norms = in.records<Norm>(2 * seq.gates);
+    seq.cell_norm = in.number();
+    seq.norms = in.records<Norm>(2 * seq.gates + seq.cell_norm);
     seq.relu = in.number();
     seq.training = in.number();
     seq.reverse = in.number();
@@ -144,7 +179,7 @@ Sequence sequence_from(Arguments& in) {
 }
 
 PyObject* sequence_forward(PyObject*, PyObject* const* args, Py_ssize_t count) {
-    if (!counted(count, 20)) return nullptr;
+    if (!counted(count, 21)) return nullptr;
     Arguments in{args};
     Sequence seq = sequence_from(in);
     seq.output = in.address();
@@ -154,7 +189,7 @@ PyObject* sequence_forward(PyObject*, PyObject* const* args, Py_ssize_t count) {
 }
 
 PyObject* sequence_backward(PyObject*, PyObject* const* args, Py_ssize_t count) {
-    if (!counted(count, 24)) return nullptr;
+    if (!counted(count, 25)) return nullptr;
     Arguments in{args};
     const Sequence seq = sequence_from(in);
     float* out[6];
@@ -165,14 +200,16 @@ PyObject* sequence_backward(PyObject*, PyObject* const* args, Py_ssize_t count) 
 
 // What tensors are asked at the door, in the words of Python: their memory is torch's.
 struct Words {
-    PyObject *tensor, *parameter, *float32;  // types of plain tensors, and the type of their numbers
+    PyObject *tensor, *parameter;    // types of plain tensors
+    PyObject *float32, *bfloat16;    // and of their numbers
     PyObject *dtype, *is_cpu, *is_nested, *is_neg, *data_ptr, *storage_offset, *shape, *is_contiguous;
     PyObject *untyped_storage, *nbytes, *numel, *stride;
 } words;
 
 PyObject* introduce(PyObject*, PyObject* const* args, Py_ssize_t count) {
-    if (!counted(count, 3)) return nullptr;
-    words.tensor = Py_NewRef(args[0]), words.parameter = Py_NewRef(args[1]), words.float32 = Py_NewRef(args[2]);
+    if (!counted(count, 4)) return nullptr;
+    words.tensor = Py_NewRef(args[0]), words.parameter = Py_NewRef(args[1]);
+    words.float32 = Py_NewRef(args[2]), words.bfloat16 = Py_NewRef(args[3]);
     struct {
         PyObject** at;
         const char* name;
@@ -223,8 +260,8 @@ int64_t extent(PyObject* tensor) {
 }
 
 // Memory that does not begin at 0, and reaches to the last element: so many numbers from the first, counted if negative.
-bool has_memory(PyObject* tensor, int64_t numbers) {
-    const int64_t size = sizeof(float), before = number(tensor, words.storage_offset) * size;
+bool has_memory(PyObject* tensor, int64_t numbers, int64_t size) {
+    const int64_t before = number(tensor, words.storage_offset) * size;
     if (number(tensor, words.data_ptr) == before) return false;
     PyObject* storage = PyObject_CallMethodObjArgs(tensor, words.untyped_storage, nullptr);
     const int64_t bytes = storage ? number(storage, words.nbytes) : 0;
@@ -232,36 +269,31 @@ bool has_memory(PyObject* tensor, int64_t numbers) {
     return bytes >= before + (numbers < 0 ? extent(tensor) : numbers) * size;
 }
 
-// As `is_plain` of backends/memory.py, in float32.
-bool is_plain(PyObject* tensor, int64_t numbers = -1) {
+// As `is_plain` and `has_memory` of backends/memory.py, of float32 or bfloat16.
+bool is_plain(PyObject* tensor, PyObject* dtype, int64_t numbers = -1) {
     PyObject* type = (PyObject*)Py_TYPE(tensor);
     if (type != words.tensor && type != words.parameter) return false;
-    PyObject* dtype = PyObject_GetAttr(tensor, words.dtype);
-    Py_XDECREF(dtype);
-    return dtype == words.float32 && has(tensor, words.is_cpu) && !has(tensor, words.is_nested) &&
-           !does(tensor, words.is_neg) && has_memory(tensor, numbers);
+    PyObject* found = PyObject_GetAttr(tensor, words.dtype);
+    Py_XDECREF(found);
+    const int64_t size = dtype == words.float32 ? sizeof(float) : dtype == words.bfloat16 ? sizeof(Bfloat16) : 0;
+    return size && found == dtype && has(tensor, words.is_cpu) && !has(tensor, words.is_nested) &&
+           !does(tensor, words.is_neg) && has_memory(tensor, numbers, size);
 }
 
-bool is_vector(PyObject* tensor, int64_t size) {
-    if (!is_plain(tensor, size)) return false;
+bool is_vector(PyObject* tensor, PyObject* dtype, int64_t size) {  // or None in its place
+    if (tensor == Py_None) return true;
+    if (!is_plain(tensor, dtype, size)) return false;
     PyObject* shape = PyObject_GetAttr(tensor, words.shape);
     const bool fits = shape && PyTuple_Size(shape) == 1 && PyLong_AsLongLong(PyTuple_GetItem(shape, 0)) == size;
     Py_XDECREF(shape);
     return fits && does(tensor, words.is_contiguous);
 }
 
-// Whether all of these are plain tensors in float32.
-PyObject* plain(PyObject*, PyObject* const* args, Py_ssize_t count) {
-    bool result = true;
-    for (Py_ssize_t i = 0; result && i < count; i++) result = is_plain(args[i]);
-    return PyErr_Occurred() ? nullptr : PyBool_FromLong(result);
-}
-
-// The same for vectors of so many numbers, or None in their place.
+// Whether all of these are vectors of so many numbers in float32, or None in their place.
 PyObject* vectors(PyObject*, PyObject* const* args, Py_ssize_t count) {
     const int64_t size = count ? PyLong_AsLongLong(args[0]) : 0;
     bool result = !PyErr_Occurred();
-    for (Py_ssize_t i = 1; result && i < count; i++) result = args[i] == Py_None || is_vector(args[i], size);
+    for (Py_ssize_t i = 1; result && i < count; i++) result = is_vector(args[i], words.float32, size);
     return PyErr_Occurred() ? nullptr : PyBool_FromLong(result);
 }
 
@@ -316,15 +348,16 @@ bool equals(PyObject* found, PyObject* wanted) {
     return same;
 }
 
-// fits(shape, stride, channels, readers, record, x, gain, bias): whether a steady call is as the one that was looked at.
+// fits(shape, stride, types of x, gain and bias, channels, readers, record, x, gain, bias): whether a steady call is as
+// the one that was looked at.
 PyObject* fits(PyObject*, PyObject* const* args, Py_ssize_t count) {
-    if (!counted(count, 8)) return nullptr;
-    PyObject* x = args[5];
-    const int64_t channels = PyLong_AsLongLong(args[2]);
-    const bool result = is_plain(x) && equals(PyObject_GetAttr(x, words.shape), args[0]) &&
+    if (!counted(count, 11)) return nullptr;
+    PyObject* x = args[8];
+    const int64_t channels = PyLong_AsLongLong(args[5]);
+    const bool result = is_plain(x, args[2]) && equals(PyObject_GetAttr(x, words.shape), args[0]) &&
                         equals(PyObject_CallMethodObjArgs(x, words.stride, nullptr), args[1]) &&
-                        (args[6] == Py_None || is_vector(args[6], channels)) &&
-                        (args[7] == Py_None || is_vector(args[7], channels)) && unmoved(args[3], args[4]);
+                        is_vector(args[9], args[3], channels) && is_vector(args[10], args[4], channels) &&
+                        unmoved(args[6], args[7]);
     return PyErr_Occurred() ? nullptr : PyBool_FromLong(result);
 }
 
@@ -348,13 +381,15 @@ PyObject* fields(PyObject*, PyObject*) {
     return Py_BuildValue("(sss)", SETTINGS_FIELDS, H1_FIELDS, H2_FIELDS);
 }
 
-// suits(x stride, dy stride, channels, x, dy, gain): whether a backward pass is given what its forward pass had.
+// suits(x stride, dy stride, type, channels, x, dy, gain): whether a backward pass is given what its forward pass had,
+// and a gain in float32.
 PyObject* suits(PyObject*, PyObject* const* args, Py_ssize_t count) {
-    if (!counted(count, 6)) return nullptr;
-    PyObject *x = args[3], *dy = args[4];
-    bool result = is_plain(x) && is_plain(dy) && equals(PyObject_CallMethodObjArgs(x, words.stride, nullptr), args[0]) &&
+    if (!counted(count, 7)) return nullptr;
+    PyObject *x = args[4], *dy = args[5];
+    bool result = is_plain(x, args[2]) && is_plain(dy, args[2]) &&
+                  equals(PyObject_CallMethodObjArgs(x, words.stride, nullptr), args[0]) &&
                   equals(PyObject_CallMethodObjArgs(dy, words.stride, nullptr), args[1]) &&
-                  (args[5] == Py_None || is_vector(args[5], PyLong_AsLongLong(args[2])));
+                  is_vector(args[6], words.float32, PyLong_AsLongLong(args[3]));
     if (result) {
         PyObject* shape = PyObject_GetAttr(x, words.shape);
         result = shape && equals(PyObject_GetAttr(dy, words.shape), shape);
@@ -368,10 +403,11 @@ PyMethodDef methods[] = {
     {"layer_forward", FAST(layer_forward), nullptr},
     {"layer_repeat", FAST(layer_repeat), nullptr},
     {"layer_backward", FAST(layer_backward), nullptr},
+    {"push_statistics", FAST(push_statistics), nullptr},
+    {"push_gradients", FAST(push_gradients), nullptr},
     {"sequence_forward", FAST(sequence_forward), nullptr},
     {"sequence_backward", FAST(sequence_backward), nullptr},
     {"introduce", FAST(introduce), nullptr},
-    {"plain", FAST(plain), nullptr},
     {"vectors", FAST(vectors), nullptr},
     {"addresses", addresses, METH_O, nullptr},
     {"still", FAST(still), nullptr},

@@ -5,7 +5,8 @@ template <class Sums>
 using Lane = std::remove_reference_t<decltype(*std::declval<Sums>())>;
 
 // Sums of x - c and |x - c|^p down the columns.
-inline void sum_rows(const float* x, int64_t stride, int64_t first, int64_t last, int64_t channels,
+template <class T>
+inline void sum_rows(const T* x, int64_t stride, int64_t first, int64_t last, int64_t channels,
                      const float* center, int64_t p, double* const* sums) {
     const auto powers = [=](auto power) {
         sum_columns<2>(first, last, channels, sums, [=](int64_t row, int64_t j, auto* s) {
@@ -79,7 +80,8 @@ inline void find_slopes(const Settings& set, double n, const float* flow, const 
 }
 
 // Sums of dy, dy * (x - mean_hat) and, where `signs` are wanted, of sign(x - center).
-inline void sum_gradients_of_rows(const float* x, int64_t stride, const float* dy, int64_t dy_stride, int64_t first,
+template <class T>
+inline void sum_gradients_of_rows(const T* x, int64_t stride, const T* dy, int64_t dy_stride, int64_t first,
                                   int64_t last, int64_t channels, Kept kept, bool signs, double* const* sums) {
     const float *mean = kept.mean_hat, *center = kept.center;
     sum_columns<2>(first, last, channels, sums, [=](int64_t row, int64_t j, auto* s) {
@@ -104,16 +106,17 @@ inline void rows_from_the_end(int64_t first, int64_t last, int64_t channels, con
         for (int64_t row = std::max(first, end - block); row < end; row++) body(row);
 }
 
-inline void pull_back_rows(int64_t p, const float* x, int64_t stride, const float* dy, int64_t dy_stride,
-                           int64_t first, int64_t last, int64_t channels, const float* center, Slopes k, float* dx,
-                           int64_t dx_stride) {
+template <class T>
+inline void pull_back_rows(int64_t p, const T* x, int64_t stride, const T* dy, int64_t dy_stride, int64_t first,
+                           int64_t last, int64_t channels, const float* center, Slopes k, T* dx, int64_t dx_stride) {
     rows_from_the_end(first, last, channels, [&](int64_t row) {
-        const float *__restrict in = x + row * stride, *__restrict g = dy + row * dy_stride;
-        const float *__restrict c = center, *__restrict u = k.unit, *__restrict s = k.slope, *__restrict o = k.offset;
-        float* __restrict out = dx + row * dx_stride;
+        const auto each = [&](auto f) {
+            map_run(channels, dx + row * dx_stride, f, x + row * stride, dy + row * dy_stride, center,
+                    (const float*)k.unit, (const float*)k.slope, (const float*)k.offset);
+        };
         if (p == 2)
-            for (int64_t j = 0; j < channels; j++) out[j] = g[j] * u[j] + (in[j] - c[j]) * s[j] + o[j];
+            each([](float x, float g, float c, float u, float s, float o) { return g * u + (x - c) * s + o; });
         else
-            for (int64_t j = 0; j < channels; j++) out[j] = g[j] * u[j] + sign(in[j] - c[j]) * s[j] + o[j];
+            each([](float x, float g, float c, float u, float s, float o) { return g * u + sign(x - c) * s + o; });
     });
 }

@@ -15,15 +15,19 @@ inline void pack(const float* weight, int64_t inner, int64_t columns, int64_t ro
                 *packed++ = j < columns ? weight[k * row + j * column] : 0.0f;
 }
 
+struct Strides {
+    int64_t row, inner;
+};
+
 template <int ROWS>
-inline void tile(int64_t inner, const float* a, int64_t a_stride, const float* panel, float* c, int64_t c_stride,
+inline void tile(int64_t inner, const float* a, Strides by, const float* panel, float* c, int64_t c_stride,
                  int64_t columns, bool add) {
     Lanes sums[ROWS][2];
     for (int i = 0; i < ROWS; i++) sums[i][0] = sums[i][1] = Lanes{};
     for (int64_t k = 0; k < inner; k++) {
         const Lanes left = load<Lanes>(panel + k * PANEL), right = load<Lanes>(panel + k * PANEL + 8);
         for (int i = 0; i < ROWS; i++) {
-            const float factor = a[i * a_stride + k];
+            const float factor = a[i * by.row + k * by.inner];
             sums[i][0] += factor * left;
             sums[i][1] += factor * right;
         }
@@ -41,16 +45,16 @@ inline void tile(int64_t inner, const float* a, int64_t a_stride, const float* p
     }
 }
 
-// c (+)= a b with a (rows, inner) and b packed.
-inline void multiply(int64_t rows, int64_t inner, int64_t columns, const float* a, int64_t a_stride,
+// c (+)= a b with a (rows, inner), as its strides say, and b packed.
+inline void multiply(int64_t rows, int64_t inner, int64_t columns, const float* a, Strides by,
                      const float* packed, float* c, int64_t c_stride, bool add) {
     for (int64_t first = 0; first < columns; first += PANEL) {
         const float* panel = packed + first * inner;
         const int64_t width = std::min(PANEL, columns - first);
         int64_t i = 0;
         for (; i + 4 <= rows; i += 4)
-            tile<4>(inner, a + i * a_stride, a_stride, panel, c + i * c_stride + first, c_stride, width, add);
+            tile<4>(inner, a + i * by.row, by, panel, c + i * c_stride + first, c_stride, width, add);
         for (; i < rows; i++)
-            tile<1>(inner, a + i * a_stride, a_stride, panel, c + i * c_stride + first, c_stride, width, add);
+            tile<1>(inner, a + i * by.row, by, panel, c + i * c_stride + first, c_stride, width, add);
     }
 }

@@ -13,9 +13,11 @@ from ..memory import as_laid_out, has_memory, is_plain
 from . import binding
 from .binding import Looked
 
+INNER = {1: 1, 3: 4, 4: 6}  # activations that a cell keeps, by its gates: see cells.h
+
 
 class Sequences:
-    """RNN and GRU, streaming, in training or without gradients."""
+    """RNN, GRU and LSTM, streaming, in training or without gradients."""
 
     def look(self, state: State, hidden: int) -> Looked | None:
         """A state of a norm, looked at; None if it cannot be written into."""
@@ -26,10 +28,10 @@ class Sequences:
         return binding.still(looked.h1, looked.h1_record)
 
     def declines(self, call: Sequence, tensors: Many[Tensor], affine: Many[Any]) -> str | None:
-        """`tensors`: products of the input, first hidden state, recurrent weight. All have the sizes that they need."""
+        """`tensors`: products of the input, first state, recurrent weight. All have the sizes that they need."""
         hidden = tensors[2].shape[1]
-        if call.gates not in (1, 3) or binding.unserved(call.config):
-            return "it serves the RNN and the paper's GRU, with one statistic per channel and p = 1 or 2"
+        if call.gates not in INNER or binding.unserved(call.config):
+            return "it serves the RNN, the paper's GRU and the LSTM, with one statistic per channel and p = 1 or 2"
         if not all(is_plain(t, torch.float32) and t.is_contiguous() and has_memory(t) for t in tensors):
             return "it serves ordinary, contiguous float32 tensors"
         if not binding.all_vectors(hidden, *affine):
@@ -39,15 +41,16 @@ class Sequences:
     def forward(
         self, call: Sequence, products: Tensor, start: Tensor, weight: Tensor, affine: Many[Any], states: Many[Looked]
     ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-        """Outputs, the hidden state of each sample at its end, and what backward needs beside gains and biases.
+        """Outputs, the state of each sample at its end, and what backward needs beside gains and biases.
 
-        `products` are those of the input, `(rows, gates * hidden)`; gains, then biases, norm by norm, those of the
-        input's products first.
+        `products` are those of the input, `(rows, gates * hidden)`; states are `(samples, hidden)`, of an LSTM `(2,
+        samples, hidden)`: h and c. Gains, then biases, norm by norm: those of the input's products, of the hidden
+        state's, of the cell state.
         """
-        rows, (wide, hidden), norms = products.shape[0], weight.shape, 2 * call.gates
+        rows, (wide, hidden), norms = products.shape[0], weight.shape, len(states)
         kept = products.new_empty((len(call.sizes) if call.training else 0, norms * binding.kept_size(hidden)))
         recurrent, before = products.new_empty((rows, wide)), products.new_empty((rows, hidden))
-        inner = products.new_empty((4 if call.gates == 3 else 1, rows, hidden))
+        inner = products.new_empty((INNER[call.gates], rows, hidden))
         output, final = torch.empty_like(before), torch.empty_like(start)
         saved = products, start, weight, recurrent, before, inner, kept
         fixed = _arguments(
@@ -68,27 +71,24 @@ class Sequences:
         needs_weight: bool,
     ) -> tuple[Tensor, Tensor, Tensor | None, tuple[Tensor, ...]]:
         """Gradients of products, start and weight, and of gains and biases."""
-        products, start, weight, recurrent, before, inner, _ = saved
-        hidden, norms = weight.shape[1], 2 * call.gates
+        products, start, weight, _, before, *_ = saved
+        (wide, hidden), norms = weight.shape, len(states)
         affine = [None if vector is None else as_laid_out(vector, (hidden,), (1,)) for vector in affine]
         doutput = as_laid_out(doutput, before.shape, before.stride())
         dfinal = as_laid_out(dfinal, start.shape, start.stride())
         written = [binding.receiving(each.grads, state, hidden) for each, state in zip(h2, states, strict=True)]
-        dproducts, drecurrent, dstart = map(torch.empty_like, (products, recurrent, start))
+        dproducts, dstart = torch.empty_like(products), torch.empty_like(start)
         sums = weight.new_empty((norms, 2, hidden))
+        transposed = weight.new_empty((hidden, wide)) if needs_weight else None
         dweight = torch.empty_like(weight) if needs_weight else None  # before anything is streamed
         records, scales = [record for _, record in written], [1.0 if h.scale is None else float(h.scale) for h in h2]
         fixed = _arguments(call, hidden, affine, [binding.NO_H1] * norms, records, scales)
-        binding.sequence_backward(fixed, (*saved, doutput, dfinal, dproducts, drecurrent, dstart, sums))
+        binding.sequence_backward(fixed, (*saved, doutput, dfinal, dproducts, transposed, dstart, sums))
         for each, (stream, _) in zip(h2, written, strict=True):
             if stream is not each.grads:
                 write_stream(each.grads, stream)
-
-        if dweight is not None:
-            split = hidden if call.gates == 1 else 2 * hidden  # the last gate of a GRU multiplies h * r
-            torch.mm(drecurrent[:, :split].t(), before, out=dweight[:split])
-            if call.gates == 3:
-                torch.mm(drecurrent[:, split:].t(), inner[3], out=dweight[split:])
+        if dweight is not None and transposed is not None:
+            dweight.copy_(transposed.t())
         return dproducts, dstart, dweight, (*sums[:, 0], *sums[:, 1])
 
 
@@ -100,4 +100,4 @@ def _arguments(
     records = b"".join(binding.norm_record(*each) for each in parts)
     steps, sizes = len(call.sizes), struct.pack(f"{len(call.sizes)}q", *call.sizes)
     numbers = int(call.relu), int(call.training), int(call.reverse), steps, hidden, call.tested, call.goes_on
-    return binding.settings_record(call.config), call.gates, records, *numbers, sizes
+    return binding.settings_record(call.config), call.gates, int(call.cell_norm), records, *numbers, sizes

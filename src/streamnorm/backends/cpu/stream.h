@@ -14,6 +14,10 @@ struct Kept {
         : mean(at), center(at + channels), sigma(at + 2 * channels), mean_hat(at + 3 * channels),
           sigma_hat(at + 4 * channels), w(at + 5 * channels), accept(w + 1), share(w + 2), window(w + 3),
           total(w + 4) {}
+    // S(x) elsewhere: `rest` is what follows it above. There is no center.
+    Kept(float* mean, float* sigma, float* rest, int64_t channels)
+        : mean(mean), center(nullptr), sigma(sigma), mean_hat(rest), sigma_hat(rest + channels), w(rest + 2 * channels),
+          accept(w + 1), share(w + 2), window(w + 3), total(w + 4) {}
 };
 
 // By the bits: a comparison would be removed by compilers told that everything is finite.
@@ -240,4 +244,16 @@ inline bool stream_gradients(const Settings& set, const H2& state, int64_t chann
     for (int64_t i = 0; i < n; i++) g[i] *= factor;
     *state.grads.count += accept;
     return accept;
+}
+
+void push_statistics(const Settings& set, const H1& state, int64_t channels, double elements, double samples,
+                     bool begins, float* mean, float* sigma, float* kept) {
+    fold_statistics(set, state, channels);
+    stream_statistics(set, state, channels, elements, samples, begins, Kept(mean, sigma, kept, channels));
+}
+
+void push_gradients(const Settings& set, const H2& state, int64_t channels, float* kept, float* g) {
+    const Kept its(nullptr, nullptr, kept, channels);
+    fold_gradients(set, state, channels, its);
+    stream_gradients(set, state, channels, its, 1, g);
 }

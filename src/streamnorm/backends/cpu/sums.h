@@ -2,21 +2,6 @@
 // number of elements nor an order of summation chosen by the compiler costs precision.
 #pragma once
 
-typedef float Lanes __attribute__((vector_size(32)));
-typedef int32_t Bits __attribute__((vector_size(32)));
-
-template <class V>
-inline V load(const float* at) {
-    V value;
-    std::memcpy(&value, at, sizeof value);
-    return value;
-}
-
-template <class V>
-inline void store(float* at, V value) {
-    std::memcpy(at, &value, sizeof value);
-}
-
 inline float absolute(float v) { return std::fabs(v); }
 inline Lanes absolute(Lanes v) { return (Lanes)((Bits)v & 0x7fffffff); }
 

@@ -37,16 +37,26 @@ struct H2 {  // what backward passes write
 };
 #define H2_FIELDS "grads_long grads_short grads_count grads_empty grads_pending"
 
+// What inputs, outputs and their gradients are made of; all else is float. In the order of ELEMENTS of binding.py.
+enum Element : int64_t { FLOAT32, BFLOAT16 };
+
+struct Bfloat16 {
+    uint16_t bits;  // the upper half of a float
+};
+
 // A call of a layer. `rows`: x is (samples, channels) with `stride` from row to row; otherwise (samples, channels, space).
-struct Layer {
+template <class T>
+struct LayerOf {
     const Settings* settings;
     const H1* h1;  // null in backward
     const H2* h2;  // null in forward
     int64_t rows, samples, channels, space, stride, threads;
-    const float *x, *gain, *bias;  // gain and bias may be null
-    float* kept;                   // 5 * channels + 5, between forward and backward
-    int64_t batch, begins;         // of the forward pass: its samples, and whether they are new in the window
+    const T* x;
+    const float *gain, *bias;  // may be null
+    float* kept;               // 5 * channels + 5, between forward and backward
+    int64_t batch, begins;     // of the forward pass: its samples, and whether they are new in the window
 };
+using Layer = LayerOf<float>;
 
 // The norm of one product of one gate.
 struct Norm {
@@ -59,27 +69,40 @@ struct Norm {
 // One recurrent layer over a packed sequence: `sizes` rows at each timestep, never rising, one after the other.
 struct Sequence {
     const Settings* settings;
-    const Norm* norms;  // of the input's products, gate by gate, then of the hidden state's
-    int64_t gates;      // 1: RNN, 3: GRU
+    const Norm* norms;  // of the input's products, gate by gate, then of the hidden state's, then of the cell state
+    int64_t gates;      // 1: RNN, 3: GRU, 4: LSTM
+    int64_t cell_norm;  // whether there is a norm on the cell state of an LSTM
     int64_t relu, training, reverse, steps, hidden;
     int64_t tested, goes_on;  // by the statistics of evaluation; from the state of another sequence
     const int64_t* sizes;
-    const float *products, *start, *weight;  // (rows, gates * hidden), (samples, hidden), (gates * hidden, hidden)
-    // Kept for backward: the hidden state's products; the hidden state before each step; the new state, of a GRU r, z,
-    // the new state and h * r; what norms keep, by timestep and norm.
+    // (rows, gates * hidden); (samples, hidden), of an LSTM that of h and then of c; (gates * hidden, hidden)
+    const float *products, *start, *weight;
+    // Kept for backward: the hidden state's products; the hidden state before each step; the activations of the cell,
+    // see cells.h; what norms keep, by timestep and norm.
     float *recurrent, *before, *inner, *kept;
     float* output;  // of the forward pass only: it is the caller's, who may change it
 };
 
-struct Kernels {
-    void (*layer_forward)(const Layer&, float* y);
-    void (*layer_repeat)(const Layer&, float* y);  // N(x, s_hat) from what a call kept: nothing is streamed
+template <class T>
+struct LayerKernels {
+    void (*forward)(const LayerOf<T>&, T* y);
+    void (*repeat)(const LayerOf<T>&, T* y);  // N(x, s_hat) from what a call kept: nothing is streamed
     // `dx` may be null; `scale`: of the loss, 1 without a scaler.
-    void (*layer_backward)(const Layer&, const float* dy, float scale, float* dx, float* dgain, float* dbias);
+    void (*backward)(const LayerOf<T>&, const T* dy, float scale, T* dx, float* dgain, float* dbias);
+};
+
+struct Kernels {
+    // F and G alone: `mean` and `sigma` are S(x), `kept` is s_hat and five numbers, `g` is replaced by what flows on.
+    void (*push_statistics)(const Settings&, const H1&, int64_t channels, double elements, double samples, bool begins,
+                            float* mean, float* sigma, float* kept);
+    void (*push_gradients)(const Settings&, const H2&, int64_t channels, float* kept, float* g);
+    LayerKernels<float> float32;
+    LayerKernels<Bfloat16> bfloat16;
     void (*sequence_forward)(const Sequence&, float* final);
-    // `sums`: (2 * gates, 2, hidden), dgain and dbias of each norm.
+    // `final`, `dfinal` and `dstart` are as `start`. `sums`: (norms, 2, hidden), dgain and dbias of each norm.
+    // `dweight`: (hidden, gates * hidden), the transposed of the weight, or null.
     void (*sequence_backward)(const Sequence&, const float* doutput, const float* dfinal, float* dproducts,
-                              float* drecurrent, float* dstart, float* sums);
+                              float* dweight, float* dstart, float* sums);
 };
 
 extern const Kernels baseline_kernels;
