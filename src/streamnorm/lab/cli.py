@@ -14,11 +14,12 @@ from .compare import NORMS, SIZES, Plan, Size, size_name
 from .errors import LabError
 from .figures import FIGURES
 from .grid import BATCHES, NETS, SAMPLES, SEEDS, SIZE
-from .runs import IMAGES
+from .runs import DEFAULT_DEVICE, IMAGES
 from .scales import SCALES
 
 DESCRIPTION = """The experiments of "Streaming Normalization" (Liao, Kawaguchi, Poggio 2016), one command each."""
 EXAMPLES = """examples:
+  streamnorm check                                  does everything work on this machine, and what does it cost
   streamnorm list                                   what there is
   streamnorm run online --data digits               no download needed
   streamnorm run online --data-dir FOLDER --jobs 2  CIFAR-10 from a folder, two processes
@@ -37,6 +38,9 @@ COMPARE = f"""norms: {", ".join(NORMS)} (WS: weight standardization)
 With the first seed the learning rate goes up and down in factors of 3 until the best on held-out training images has
 a worse one on both sides; the other seeds are trained at that rate. Only the result is measured on test images.
 """
+CHECK = """Ends with code 1 if a backend differs from plain torch by more than its tolerance, or from itself.
+"""
+ROUNDS, COMPILING = 10, 20.0
 DEFAULT_NETS = ("fully-connected", "recurrent")
 
 
@@ -96,6 +100,7 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--version", action="version", version=f"streamnorm {__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("list", help="the figures, and what the paper says about them")
+    check(commands, raw)
 
     run = commands.add_parser(
         "run", help="train the runs of a figure, print a table, check the claims, draw it", formatter_class=raw,
@@ -116,6 +121,21 @@ def parser() -> argparse.ArgumentParser:
     out(report)
     report.add_argument("--html", type=Path, metavar="FILE", help="where to write it (default: report.html in --out)")
     return top
+
+
+def check(commands: Any, raw: type[argparse.HelpFormatter]) -> None:
+    command = commands.add_parser(
+        "check", help="this machine: devices, backends against plain torch, times beside norms of torch",
+        formatter_class=raw, epilog=CHECK,
+    )  # fmt: skip
+    device(command, "check")
+    command.add_argument("--no-times", action="store_true", help="values, gradients and state only")
+    command.add_argument("--rounds", type=count, default=ROUNDS, metavar="N", help=f"of times (default: {ROUNDS})")
+    command.add_argument(
+        "--compile-seconds", type=float, default=COMPILING, metavar="N",
+        help=f"for compiled forms: no other one is begun later; 0 for none (default: {COMPILING:g})",
+    )  # fmt: skip
+    command.add_argument("--out", type=Path, metavar="FILE", help="all of it as JSON, to attach to a report")
 
 
 def bench_online(commands: Any, raw: type[argparse.HelpFormatter]) -> None:
@@ -168,7 +188,14 @@ def training(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--jobs", type=count, default=1, metavar="N", help="runs trained at a time, in processes (default: 1)"
     )
+    device(command, "train")
     out(command)
+
+
+def device(command: argparse.ArgumentParser, what: str) -> None:
+    command.add_argument(
+        "--device", default=DEFAULT_DEVICE, metavar="NAME", help=f"where to {what}, such as cuda (default: %(default)s)"
+    )
 
 
 def out(command: argparse.ArgumentParser) -> None:
@@ -183,6 +210,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if chosen.command == "list":
             commands.list_figures()
+        elif chosen.command == "check":
+            times, compiling = not chosen.no_times, chosen.compile_seconds
+            return 0 if commands.check(chosen.device, times, chosen.rounds, compiling, chosen.out) else 1
         elif chosen.command == "run":
             commands.run(
                 chosen.figure,
@@ -192,6 +222,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 data_folder=chosen.data_dir,
                 seeds=chosen.seeds,
                 jobs=chosen.jobs,
+                device=chosen.device,
                 command=shlex.join(["streamnorm", *given]),
             )
         elif chosen.command == "bench-online":
@@ -205,13 +236,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 data=chosen.data,
                 data_folder=chosen.data_dir,
                 jobs=chosen.jobs,
+                device=chosen.device,
                 out=chosen.out,
                 training=not chosen.no_train,
                 page=chosen.page,
             )
         elif chosen.command == "compare":
             nets = dict.fromkeys(chosen.net or COMPARED)
-            same: dict[str, Any] = {name: getattr(chosen, name) for name in ("sizes", "norms", "seeds", "size", "data")}
+            names = ("sizes", "norms", "seeds", "size", "data", "device")
+            same: dict[str, Any] = {name: getattr(chosen, name) for name in names}
             commands.compare(
                 [Plan(net, **same) for net in nets],
                 data_folder=chosen.data_dir,
@@ -226,6 +259,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"streamnorm: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("\nstreamnorm: stopped; the same command goes on from here", file=sys.stderr)
+        where = "" if chosen.command == "check" else "; the same command goes on from here"
+        print(f"\nstreamnorm: stopped{where}", file=sys.stderr)
         return 130
     return 0

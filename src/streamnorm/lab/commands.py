@@ -36,6 +36,7 @@ def run(
     data_folder: Path | None,
     seeds: int | None,
     jobs: int,
+    device: str,
     command: str,
 ) -> None:
     """Train figures, and show what came out: a table, the claims, a drawing."""
@@ -46,6 +47,7 @@ def run(
         with style():  # needs matplotlib: said before the hours of work, not after
             pass
         from .experiment import run_figure
+    _check_device(device)
     for figure in figures:
         if len(figures) > 1:
             print(f"== {figure.name}", file=sys.stderr)
@@ -57,6 +59,7 @@ def run(
             data_folder=data_folder,
             seeds=seeds,
             jobs=jobs,
+            device=device,
             command=command,
         )
         print(table(results))
@@ -75,13 +78,14 @@ def bench_online(
     data: str,
     data_folder: Path | None,
     jobs: int,
+    device: str,
     out: Path,
     training: bool,
     page: Path | None,
 ) -> None:
     """Measure online learning, and show what came out: a table, the goals, a drawing, and a page of tables."""
     size = min(size, IMAGES[data])
-    grids = [Grid(net, samples, batches, _rates(net, rates), seeds, size, data) for net in dict.fromkeys(nets)]
+    grids = [Grid(net, samples, batches, _rates(net, rates), seeds, size, data, device) for net in dict.fromkeys(nets)]
     _check_folder(data_folder)
     if page is not None:
         for grid in grids:
@@ -90,6 +94,8 @@ def bench_online(
         with style():
             pass
         from .bench import run_grid
+    if training:
+        _check_device(device)
     for grid in grids:
         found = run_grid(grid, out, data_folder=data_folder, jobs=jobs, training=training)
         print(cells.table(found))
@@ -113,7 +119,7 @@ def compare(
         if not plan.rows:
             raise LabError(f"--norms has none that {plan.net} can have: there are {', '.join(norms_of(plan.net))}")
         for entry in plan.entries(plan.rows, plan.sizes):
-            images = entry.run(0, 0, plan.size, plan.data).train_size or 0
+            images = plan.run(entry, 0, 0).train_size or 0
             if images < entry.window:
                 raise LabError(f"{images} training images make no update of {entry.window}: use more images")
     _check_folder(data_folder)
@@ -122,6 +128,8 @@ def compare(
             cells.with_tables(page, plan.file_name, "")
     with stoppable():
         from .comparing import compare as train_and_compare
+    for plan in plans if training else ():
+        _check_device(plan.device)
     for found in train_and_compare(plans, out, data_folder=data_folder, jobs=jobs, training=training):
         print(contest.table(found))
         print(contest.sentences(found))
@@ -131,6 +139,13 @@ def compare(
             write_text(page, cells.with_tables(page, found.plan.file_name, contest.markdown(found)))
         for path in (out / f"{found.plan.file_name}.json", fragment):
             print(path)
+
+
+def check(device: str, times: bool, rounds: int, compiling: float, out: Path | None) -> bool:
+    """Whether this machine computes what it should; with times, beside norms of torch."""
+    with stoppable():
+        from .check.run import check as check_all
+    return check_all(device, times=times, rounds=rounds, compiling=compiling, out=out)
 
 
 def _rates(net: str, wanted: int | tuple[float, ...] | None) -> tuple[float, ...]:
@@ -167,6 +182,13 @@ def _figures(names: Sequence[str]) -> list[Figure]:
 def _check_folder(folder: Path | None) -> None:
     if folder is not None and not folder.exists():
         raise LabError(f"--data-dir {folder} does not exist: pass the folder that holds the data")
+
+
+def _check_device(name: str) -> None:
+    """Before any work."""
+    with stoppable():
+        from .devices import find
+    find(name)
 
 
 def _check_data(figures: Sequence[Figure], data: Sequence[str]) -> None:

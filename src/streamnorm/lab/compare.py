@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from .grid import DEFAULT
-from .runs import IMAGES, Norm, Run
+from .runs import DEFAULT_DEVICE, IMAGES, Norm, Run, file_name
 
 Size = tuple[int, int]  # samples per batch, batches per update
 NETS = {
@@ -172,10 +172,12 @@ class Plan:
     seeds: int = SEEDS
     size: int | None = None
     data: str = "cifar10"
+    device: str = DEFAULT_DEVICE
 
     @property
     def file_name(self) -> str:
-        return "-".join(["compare", self.net, *([] if self.data == "cifar10" else [self.data])])
+        other = [] if self.data == "cifar10" else [self.data]
+        return file_name("compare", self.net, data=other, device=self.device)
 
     @property
     def rows(self) -> list[str]:
@@ -191,8 +193,12 @@ class Plan:
         if set(self.rows) != set(norms_of(self.net)):
             words.append(f'--norms "{",".join(self.rows)}"')
         others = {"seeds": (self.seeds, SEEDS), "size": (self.size, None), "data": (self.data, "cifar10")}
+        others |= {"device": (self.device, DEFAULT_DEVICE)}
         words += [f"--{name} {value}" for name, (value, usual) in others.items() if value != usual]
         return " ".join(words)
+
+    def run(self, entry: "Entry", rung: int, seed: int) -> Run:
+        return replace(entry.run(rung, seed, self.size, self.data), device=self.device)
 
     def entries(self, norms: Sequence[str], sizes: Sequence[Size]) -> list[Entry]:
         """Those that can run, each once as it is trained."""

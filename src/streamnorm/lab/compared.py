@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from .compare import NETS, NORMS, RIVALS, RUNGS, Entry, Plan, Size, best_rung, can_run, next_rungs, rate_of, size_name
-from .online import DIVERGED
+from .online import ABOUT, diverged, row_of
 from .results import PER_CENT, Result, final, mean_and_error
-from .shapes import COMPARED, OUTCOMES, fit
+from .runs import located
+from .shapes import COMPARED, OUTCOMES, fit, fit_device
 from .store import read_json, refused, write_rows
 
 ROW = {
@@ -31,7 +32,6 @@ ROW = {
     "seconds": float,
     "id": str,
 }
-ABOUT = ("note", "fingerprint", "versions", "chance")
 
 
 @dataclass(frozen=True)
@@ -53,11 +53,9 @@ class Scored:
 
     @classmethod
     def of(cls, norm: str, rate: float, result: Result) -> "Scored":
-        same = {name: result["settings"][name] for name in ("samples", "batches", "seed")}
-        same |= {name: result[name] for name in ("outcome", "seconds", "id")}
-        ends = {name: (result["curves"].get(name) or [None])[-1] for name in ("valid_error", "test_error", "test_loss")}
         loss = final(result, "train_loss") if result["outcome"] == "finished" else None
-        return cls(norm=norm, rate=rate, train_loss=loss, **same, **ends)
+        ends = row_of(result, ("valid_error", "test_error", "test_loss"))
+        return cls(norm=norm, rate=rate, train_loss=loss, **ends)
 
 
 @dataclass(frozen=True)
@@ -96,8 +94,7 @@ class Compared:
     runs: list[Scored]
 
     def has_diverged(self, run: Scored) -> bool:
-        loss = run.test_loss
-        return run.outcome != "finished" or loss is None or loss > DIVERGED * self.chance["loss"]
+        return diverged(run.outcome, run.test_loss, self.chance)
 
     def accuracy(self, run: Scored, part: str) -> float:
         """In per cent, on the "valid" or the "test" images; that of guessing where the run has diverged."""
@@ -170,7 +167,7 @@ class Compared:
 
     def write(self, folder: Path) -> Path:
         path = folder / f"{self.plan.file_name}.json"
-        plan = asdict(self.plan) | {"sizes": [list(size) for size in self.plan.sizes], "norms": self.plan.rows}
+        plan = located(asdict(self.plan)) | {"sizes": [list(size) for size in self.plan.sizes], "norms": self.plan.rows}
         head = {"compare": self.plan.net, "command": self.plan.command, "plan": plan, "settings": settings(self.plan)}
         head |= {name: getattr(self, name) for name in ABOUT} | {"columns": [field.name for field in fields(Scored)]}
         write_rows(path, head, map(astuple, self.order()))
@@ -184,7 +181,7 @@ class Compared:
 
 def settings(plan: Plan) -> dict[str, Any]:
     """What all runs of a plan share."""
-    run = Entry(plan.net, plan.rows[0], *plan.sizes[0]).run(0, 0, plan.size, plan.data)
+    run = plan.run(Entry(plan.net, plan.rows[0], *plan.sizes[0]), 0, 0)
     own = ("norm", "samples", "batches", "rates", "seed", "train_size", "evaluate", "standardized")
     return {name: value for name, value in run.settings().items() if name not in own}
 
@@ -193,6 +190,7 @@ def read_compared(path: Path) -> Compared:
     content = read_json(path)
     try:
         fit(content, COMPARED)
+        fit_device(content["plan"], "plan")
         told = content["plan"]
         plan = Plan(**told | {"sizes": tuple(map(tuple, told["sizes"])), "norms": tuple(told["norms"])})
         NETS[plan.net]

@@ -62,12 +62,12 @@ def _belongs(row: Scored, fingerprint: str, plan: Plan) -> bool:
     entry = Entry(plan.net, row.norm, row.samples, row.batches)
     if entry not in plan.entries(plan.rows, plan.sizes) or row.seed >= plan.seeds:
         return False
-    return _run(plan, entry, RUNGS[row.rate], row.seed).address(fingerprint) == row.id
+    return plan.run(entry, RUNGS[row.rate], row.seed).address(fingerprint) == row.id
 
 
 def _begun(plan: Plan, before: Compared | None, load: Loader, root: Path) -> Compared:
     """With the runs that are there."""
-    images = load(_run(plan, Entry(plan.net, plan.rows[0], *plan.sizes[0]), 0, 0))
+    images = load(plan.run(Entry(plan.net, plan.rows[0], *plan.sizes[0]), 0, 0))
     assert isinstance(images, Images)
     if before is not None and before.fingerprint != images.fingerprint:
         raise LabError(f"{plan.file_name}.json beside {root} is about other images: choose another --out, or move it")
@@ -76,14 +76,10 @@ def _begun(plan: Plan, before: Compared | None, load: Loader, root: Path) -> Com
         while new := [
             (entry, rung, result)
             for rung, seed in found.missing(entry, plan.seeds)
-            if (result := read_run(root / _run(plan, entry, rung, seed).address(images.fingerprint))) is not None
+            if (result := read_run(root / plan.run(entry, rung, seed).address(images.fingerprint))) is not None
         ]:
             found = found.with_runs(new)
     return found
-
-
-def _run(plan: Plan, entry: Entry, rung: int, seed: int) -> Run:
-    return entry.run(rung, seed, plan.size, plan.data)
 
 
 def _train(found: list[Compared], load: Loader, root: Path, jobs: int, out: Path, say: Say) -> None:
@@ -105,7 +101,7 @@ def _train(found: list[Compared], load: Loader, root: Path, jobs: int, out: Path
 
 def _wanted(found: Compared, stage: Stage) -> dict[Run, tuple[Entry, int]]:
     return {
-        _run(stage.plan, entry, rung, seed): (entry, rung)
+        stage.plan.run(entry, rung, seed): (entry, rung)
         for entry in stage.entries
         for rung, seed in found.missing(entry, stage.seeds)
     }

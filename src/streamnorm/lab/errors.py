@@ -9,6 +9,10 @@ class DataError(LabError):
     """The data cannot be had."""
 
 
+class DeviceError(LabError):
+    """A device is not there."""
+
+
 class StoreError(LabError):
     """A folder or file of results cannot be used."""
 

@@ -12,7 +12,7 @@ from .figures import Figure
 from .jobs import Loader, run_all, seconds
 from .progress import Bar
 from .results import FigureResults
-from .runs import IMAGES, Run
+from .runs import DEFAULT_DEVICE, IMAGES, Run
 from .scales import Scale, scaled
 from .store import check_writable
 from .train import Row, is_done
@@ -29,6 +29,7 @@ def run_figure(
     data_folder: Path | None = None,
     seeds: int | None = None,
     jobs: int = 1,
+    device: str = DEFAULT_DEVICE,
     command: str = "",
     say: Say = lambda line: print(line, file=sys.stderr),
 ) -> FigureResults:
@@ -39,7 +40,8 @@ def run_figure(
     check_writable(out)
     load = Loader(data_folder)
     curves = [(curve.label, scaled(curve.run, scale, _data_for(curve.run, data))) for curve in figure.curves]
-    runs = [(label, run.with_seed(seed)) for seed in range(seeds or scale.seeds) for label, run in curves]
+    places = [(label, replace(run, device=device)) for label, run in curves]
+    runs = [(label, run.with_seed(seed)) for seed in range(seeds or scale.seeds) for label, run in places]
     unique = list(dict.fromkeys(run for _, run in runs))  # curves may share a run
     names = {run: f"{label}, seed {run.seed}" for label, run in runs}
     results = train_all({run: names[run] for run in unique}, load, out / "runs", jobs, say)

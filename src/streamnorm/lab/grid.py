@@ -7,7 +7,7 @@ batches per update; its runs differ in learning rate and seed. A `Grid` is all p
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from .runs import Norm, Run
+from .runs import DEFAULT_DEVICE, Norm, Run, file_name
 
 SAMPLES, BATCHES = (1, 2, 4, 8, 32), (1, 8, 32)
 # For one sample per update; multiplied by the root of the samples per update.
@@ -52,30 +52,23 @@ class Place:
     samples: int
     batches: int
 
-    @property
-    def elements(self) -> int:
-        """Per statistic in a window, as the guard counts them: a sequence once, an image as four."""
-        return self.samples * self.batches * (4 if is_convolutional(self.net) else 1)
-
-    @property
-    def is_averaged(self) -> bool:
-        """Whether evaluation may average over more windows than training; without space or time it never does."""
-        return self.net != "fully-connected" and self.samples * self.batches < SAMPLES[-1]
-
     def rate(self, base: float) -> float:
         return float(f"{base * (self.samples * self.batches) ** 0.5:.2g}")
 
     def run(self, base: float, seed: int, size: int, data: str = "cifar10") -> Run:
         """A run of this place. Where the guard or the memory for evaluation have nothing to do, it is without them."""
-        from ..core.algorithm import FULL  # needs torch, and the command line reads this file to answer at once
+        # Need torch, and the command line reads this file to answer at once.
+        from ..core.algorithm import ALIKE, FULL
 
-        norm = NORMS[self.norm]
+        norm, window = NORMS[self.norm], self.samples * self.batches
+        elements = window * (ALIKE if is_convolutional(self.net) else 1)  # as the guard counts: a sequence once
+        averaged = self.net != "fully-connected" and window < FULL  # without space or time it never is
         return replace(
             NETS[self.net],
             norm=replace(
                 norm,
-                guard=norm.guard and self.elements < FULL,
-                eval_memory=norm.eval_memory if self.is_averaged else 0.0,
+                guard=norm.guard and elements < FULL,
+                eval_memory=norm.eval_memory if averaged else 0.0,
             ),
             samples=self.samples,
             batches=self.batches,
@@ -127,10 +120,12 @@ class Grid:
     seeds: int
     size: int
     data: str
+    device: str = DEFAULT_DEVICE
 
     @property
     def file_name(self) -> str:
-        return "-".join(["online", self.net, *([] if self.data == "cifar10" else [self.data])])
+        other = [] if self.data == "cifar10" else [self.data]
+        return file_name("online", self.net, data=other, device=self.device)
 
     @property
     def command(self) -> str:
@@ -142,6 +137,7 @@ class Grid:
             "size": (self.size, SIZE),
             "seeds": (self.seeds, SEEDS),
             "data": (self.data, "cifar10"),
+            "device": (self.device, DEFAULT_DEVICE),
         }
         words = [f"--{name} {_text(value)}" for name, (value, usual) in others.items() if value != usual]
         return " ".join([f"streamnorm bench-online --net {self.net}", *words])
@@ -152,7 +148,7 @@ class Grid:
         for seed in range(self.seeds):
             for place in places(self.net, self.samples, self.batches):
                 for base in self.rates:
-                    run = place.run(base, seed, self.size, self.data)
+                    run = replace(place.run(base, seed, self.size, self.data), device=self.device)
                     found.setdefault((run, base), []).append(place)
         return found
 

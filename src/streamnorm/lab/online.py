@@ -14,7 +14,8 @@ from typing import Any, cast
 
 from .grid import NETS, NORMS, Grid, can_run
 from .results import PER_CENT, Result, mean_and_error
-from .shapes import ONLINE, OUTCOMES, fit
+from .runs import located
+from .shapes import ONLINE, OUTCOMES, fit, fit_device
 from .store import read_json, refused, write_rows
 
 DIVERGED = 10.0  # times the loss of guessing
@@ -52,10 +53,18 @@ class Trained:
 
     @classmethod
     def of(cls, norms: Iterable[str], rate: float, result: Result) -> "Trained":
-        same = {name: result["settings"][name] for name in ("samples", "batches", "seed")}
-        same |= {name: result[name] for name in ("outcome", "seconds", "id")}
-        ends = {name: (result["curves"].get(name) or [None])[-1] for name in ("test_error", "test_loss", "train_loss")}
-        return cls(norms=tuple(norms), rate=rate, **same, **ends)
+        return cls(norms=tuple(norms), rate=rate, **row_of(result, ("test_error", "test_loss", "train_loss")))
+
+
+def row_of(result: Result, ends: Iterable[str]) -> dict[str, Any]:
+    """What a row says of a run: its size and seed, how it ended, and where the curves in `ends` do."""
+    same = {name: result["settings"][name] for name in ("samples", "batches", "seed")}
+    same |= {name: result[name] for name in ("outcome", "seconds", "id")}
+    return same | {name: (result["curves"].get(name) or [None])[-1] for name in ends}
+
+
+def diverged(outcome: str, test_loss: float | None, chance: dict[str, float]) -> bool:
+    return outcome != "finished" or test_loss is None or test_loss > DIVERGED * chance["loss"]
 
 
 @dataclass(frozen=True)
@@ -95,8 +104,7 @@ class Online:
         return len(self.grid.runs())
 
     def has_diverged(self, run: Trained) -> bool:
-        loss = run.test_loss
-        return run.outcome != "finished" or loss is None or loss > DIVERGED * self.chance["loss"]
+        return diverged(run.outcome, run.test_loss, self.chance)
 
     def accuracy(self, run: Trained) -> float:
         """In per cent; that of guessing where the run has diverged."""
@@ -132,7 +140,7 @@ class Online:
 
     def write(self, folder: Path) -> Path:
         path = folder / f"{self.grid.file_name}.json"
-        head = {"online": self.grid.net, "command": self.grid.command, "grid": asdict(self.grid)}
+        head = {"online": self.grid.net, "command": self.grid.command, "grid": located(asdict(self.grid))}
         head |= {"settings": settings(self.grid)} | {name: getattr(self, name) for name in ABOUT}
         head |= {"norms": list(NORMS), "columns": [field.name for field in fields(Trained)]}
         write_rows(path, head, map(_row, self.runs))
@@ -159,6 +167,7 @@ def read_online(path: Path) -> Online:
     content = read_json(path)
     try:
         fit(content, ONLINE)
+        fit_device(content["grid"], "grid")
         tuples = {name: tuple(content["grid"][name]) for name in ("samples", "batches", "rates")}
         grid = Grid(**content["grid"] | tuples)
         NETS[grid.net]

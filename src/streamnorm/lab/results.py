@@ -9,6 +9,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from .figures import FIGURES, Figure
+from .runs import DEFAULT_DEVICE, file_name
 from .shapes import fit_figure, fit_run
 from .store import read_json, refused, write_json
 
@@ -46,10 +47,11 @@ class FigureResults:
 
     @property
     def file_name(self) -> str:
-        """Figure, scale, and the data where it is not the figure's own."""
+        """Figure, scale, the data where it is not the figure's own, and where it was trained."""
         own = {curve.run.data for curve in self.figure.curves}
         other = [Path(name).stem for name in self.data if name not in own]
-        return "-".join([self.figure.name, self.scale, *other])
+        device = next((run["settings"]["device"] for run in self.runs if "device" in run["settings"]), DEFAULT_DEVICE)
+        return file_name(self.figure.name, self.scale, data=other, device=device)
 
     def write(self, folder: Path) -> Path:
         path = folder / f"{self.file_name}.json"

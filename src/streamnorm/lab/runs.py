@@ -2,12 +2,14 @@
 
 import hashlib
 import json
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 # Raised when the training loop changes what a run means: older results then do not count as the same run.
 LOOP_VERSION = 1
 IMAGES = {"cifar10": 50_000, "digits": 1_437}  # how many there are to train on; any other name of data is a text
+DEFAULT_DEVICE = "cpu"
 # Settings that came later than the first results, as JSON has them where they are off.
 NORM_LATER: dict[str, Any] = {"guard": False, "eval_memory": 0.0, "schedule": []}
 RUN_LATER: dict[str, Any] = {"side": 32, "held_out": 0, "standardized": False, "decay": 0.0}
@@ -59,6 +61,7 @@ class Run:
     held_out: int = 0  # training images at the end of all, kept for validation
     standardized: bool = False  # whether the weights are: `weight_standardize`
     decay: float = 0.0  # share of the training, at its end, in which the learning rate falls to 0, linearly
+    device: str = DEFAULT_DEVICE  # where it is trained; of several of one type, which one is no setting
 
     @property
     def epochs(self) -> float:
@@ -82,7 +85,7 @@ class Run:
 
     def settings(self) -> dict[str, Any]:
         """As JSON has them: lists, no tuples. What came later than the first results is left out where it is off."""
-        settings = dict(json.loads(json.dumps(asdict(self))))
+        settings = located(json.loads(json.dumps(asdict(self))))
         for there, names in ((settings["norm"], NORM_LATER), (settings, RUN_LATER)):
             for name, off in names.items():
                 if there[name] == off:
@@ -96,3 +99,21 @@ class Run:
 
     def with_seed(self, seed: int) -> "Run":
         return replace(self, seed=seed)
+
+
+def located(fields: dict[str, Any]) -> dict[str, Any]:
+    """As files tell it: the type of the device, and nothing where it is the default, as before there were others."""
+    kind = device_type(fields["device"])
+    others = {name: value for name, value in fields.items() if name != "device"}
+    return others if kind == DEFAULT_DEVICE else others | {"device": kind}
+
+
+def device_type(device: str) -> str:
+    """By its name: "cuda" of "cuda:1"."""
+    return device.partition(":")[0]
+
+
+def file_name(*parts: str, data: Iterable[str], device: str) -> str:
+    """Of results: parts, the data where it is not the usual, and the type of the device where it is not the default."""
+    kind = device_type(device)
+    return "-".join([*parts, *data, *([] if kind == DEFAULT_DEVICE else [kind])])

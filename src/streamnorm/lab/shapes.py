@@ -79,33 +79,30 @@ GRID = {
     "size": int,
     "data": str,
 }
-ONLINE = {
-    "grid": GRID,
+# What files of many runs say of them, beside the runs.
+ROWS = {
     "note": str,
     "fingerprint": str,
     "versions": [VERSIONS],
     "chance": {"loss": float, "error": float},
-    "norms": [str],
     "columns": [str],
-    "runs": [[(float, None, str, [int])]],
 }
+ONLINE = ROWS | {"grid": GRID, "norms": [str], "runs": [[(float, None, str, [int])]]}
 PLAN = {"net": str, "sizes": [[int]], "norms": [str], "seeds": int, "size": (int, None), "data": str}
-COMPARED = {
-    "plan": PLAN,
-    "note": str,
-    "fingerprint": str,
-    "versions": [VERSIONS],
-    "chance": {"loss": float, "error": float},
-    "columns": [str],
-    "runs": [[(float, None, str)]],
-}
+COMPARED = ROWS | {"plan": PLAN, "runs": [[(float, None, str)]]}
 OUTCOMES = ("finished", "diverged", "refused")
+
+
+def fit_device(fields: dict[str, Any], at: str) -> None:
+    """The same for a device among them, which is told only where it is not the default."""
+    fit({"device": ""} | fields, {"device": str}, at)
 
 
 def fit_run(run: Any, at: str = "it") -> None:
     """The same for the result of one run, whose curves have as many rows each."""
     fit(run, RUN, at)
     curves, settings = run["curves"], run["settings"]
+    fit_device(settings, f"{at}.settings")
     kinds = ["loss"] if settings["net"] in ("rnn", "gru") else ["loss", "error"]
     fit(run["chance"], dict.fromkeys(kinds, float), f"{at}.chance")
     if run["outcome"] not in OUTCOMES or settings["evaluate"] < 1:

@@ -50,10 +50,10 @@ class ImageTask:
         self.chance = IMAGE_CHANCE
         there = len(images.train) - run.held_out
         size = there if run.train_size is None else min(run.train_size, there)
-        self.x, self.y = self.small(images.train[:size]), images.train_labels[:size]
-        self.test = self.small(images.test[: run.test_size]), images.test_labels[: run.test_size]
-        self.valid = self.small(images.train[there:]), images.train_labels[there:]
-        self.mean, self.std = (s.reshape(-1, 1, 1) for s in (images.mean, images.std))
+        self.x, self.y = self.there(images.train[:size], images.train_labels[:size])
+        self.test = self.there(images.test[: run.test_size], images.test_labels[: run.test_size])
+        self.valid = self.there(images.train[there:], images.train_labels[there:])
+        self.mean, self.std = (s.reshape(-1, 1, 1).to(run.device) for s in (images.mean, images.std))
         self.window = run.samples * run.batches
         self.updates = len(self.x) // self.window
         if not self.updates:
@@ -62,8 +62,9 @@ class ImageTask:
 
     def batches(self, epoch: int, update: int) -> Iterator[tuple[Tensor, Tensor]]:
         if epoch != self.epoch:
-            generator = torch.Generator().manual_seed(self.run.seed * 1_000_003 + epoch)
-            self.epoch, self.order = epoch, torch.randperm(len(self.x), generator=generator)
+            generator = torch.Generator(device="cpu").manual_seed(self.run.seed * 1_000_003 + epoch)
+            order = torch.randperm(len(self.x), generator=generator, device="cpu")  # the same for all devices
+            self.epoch, self.order = epoch, order.to(self.run.device)
         chosen = self.order[update * self.window : (update + 1) * self.window]
         x, y = self.standardised(self.x[chosen]), self.y[chosen]
         yield from zip(torch.split(x, self.run.samples), torch.split(y, self.run.samples), strict=True)
@@ -74,19 +75,21 @@ class ImageTask:
 
     def evaluate(self, model: nn.Module) -> Scores:
         """Of the test images, and of the training images that are held out, if there are any."""
-        scores = self.scores(model, *self.test)
-        if self.run.held_out:
-            scores |= {f"valid_{name}": score for name, score in self.scores(model, *self.valid).items()}
-        return scores
+        held_out = self.scores("valid", model, *self.valid) if self.run.held_out else {}
+        return self.scores("test", model, *self.test) | held_out
 
-    def scores(self, model: nn.Module, images: Tensor, labels: Tensor) -> Scores:
+    def scores(self, part: str, model: nn.Module, images: Tensor, labels: Tensor) -> Scores:
         loss = error = 0.0
         parts = (torch.split(each, EVALUATION_BATCH) for each in (images, labels))
         for x, y in zip(*parts, strict=True):
             logits = model(self.standardised(x))
             loss += float(F.cross_entropy(logits, y, reduction="sum"))
             error += float((logits.argmax(1) != y).sum())
-        return {"loss": loss / len(labels), "error": error / len(labels)}
+        return {f"{part}_loss": loss / len(labels), f"{part}_error": error / len(labels)}
+
+    def there(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """On the device of the run: batches are cut there."""
+        return self.small(images).to(self.run.device), labels.to(self.run.device)
 
     def small(self, images: Tensor) -> Tensor:
         """Averaged down to the side of the run."""
@@ -112,9 +115,9 @@ class TextTask:
     def __init__(self, run: Run, text: Text) -> None:
         self.run = run
         self.state: Tensor | None = None
-        self.streams = _streams(text.train[: run.train_size], run.samples)
+        self.streams = _streams(text.train[: run.train_size], run.samples).to(run.device)
         valid = text.valid[: run.test_size]
-        self.valid = _streams(valid, max(min(VALIDATION_STREAMS, len(valid) // (run.chunk + 1)), 1))
+        self.valid = _streams(valid, max(min(VALIDATION_STREAMS, len(valid) // (run.chunk + 1)), 1)).to(run.device)
         self.updates = (self.streams.shape[0] - 1) // run.chunk // run.batches
         if not self.updates:
             raise DataError(
@@ -140,13 +143,13 @@ class TextTask:
             logits, state = model(x, state)
             loss += float(F.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="sum"))
             count += y.numel()
-        return {"loss": loss / count}
+        return {"test_loss": loss / count}
 
     def state_dict(self) -> dict[str, Any]:
         return {"state": self.state}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.state = state["state"]
+        self.state = None if state["state"] is None else state["state"].to(self.run.device)
 
 
 def _streams(text: Tensor, streams: int) -> Tensor:

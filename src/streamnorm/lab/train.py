@@ -24,6 +24,7 @@ from torch import nn
 
 from .. import DecoupledUpdate, Manhattan, __version__
 from .data import Images, Text
+from .devices import called, on_cpu
 from .health import GradientNorm, health
 from .models import build
 from .results import RESULT, read_run
@@ -99,7 +100,8 @@ class Training:
         self.fingerprint = data.fingerprint
         self.task: Task = make_task(run, data)
         torch.manual_seed(run.seed)
-        self.model = build(run, len(data.symbols) if isinstance(data, Text) else 0)
+        model = build(run, len(data.symbols) if isinstance(data, Text) else 0)  # the same first weights on all devices
+        self.model = model.to(run.device)
         self.optimizer = make_optimizer(run, self.model)
         self.gradient = GradientNorm(self.optimizer.optimizer)
         self.total = round(run.epochs * self.task.updates)
@@ -172,10 +174,9 @@ class Training:
             "rate": self.optimizer.optimizer.param_groups[0]["lr"],
             "train_loss": self.sums[0] / self.count,
         }
-        if "error" in scores:
+        if "test_error" in scores:
             row["train_error"] = self.sums[1] / self.count
-        row |= {name if "_" in name else f"test_{name}": value for name, value in scores.items()}
-        row |= health(self.model, self.gradient.norm)
+        row |= scores | health(self.model, self.gradient.norm)
         if not (math.isfinite(row["train_loss"]) and math.isfinite(row["test_loss"])):
             self.outcome, self.message = "diverged", f"the loss is not finite after {self.done} updates"
         # Not a number is no JSON: absent values are null. Six digits are more than any claim rests on.
@@ -206,7 +207,7 @@ class Training:
             "message": self.message,
         }
         contents = io.BytesIO()  # first in memory: torch has its own words for a full disk
-        torch.save(state, contents)
+        torch.save(on_cpu(state), contents)
         write_sealed(self.folder / CHECKPOINT, contents.getvalue())
 
     def resume(self) -> None:
@@ -249,6 +250,7 @@ class Training:
             "updates": self.done,
             "seconds": round(self.seconds, 1),
             "threads": torch.get_num_threads(),
+            "device": called(torch.device(self.run.device)),
             "versions": versions(),
         }
 
