@@ -1,12 +1,11 @@
-"""What the conformance suite runs: cases of calls, and how a case goes through a backend, the compiler and the oracle.
+"""What the conformance suite runs: cases of calls, and how a case goes through the compiler and the oracle.
 
-Nothing here knows a backend by its name, but for the law: plain torch in float64, which the oracle is compared with.
+What a case is, and how it goes through a backend, is in `streamnorm.lab.check.agreement`, which users run too. Nothing
+here knows a backend by its name, but for the law: plain torch in float64, which the oracle is compared with.
 """
 
-import copy
 from collections import Counter
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
 from functools import partial
 from math import prod
 
@@ -15,46 +14,33 @@ import torch
 from hypothesis import strategies as st
 from oracle import REFERENCES, BatchOracle, StreamingOracle, stacked
 
-from streamnorm import GeneralBatchNorm, SampleNorm, StreamingNorm, TimeSpecificNorm, backends
+from streamnorm import backends
+from streamnorm.lab.check.agreement import (  # noqa: F401
+    BF16,
+    F16,
+    F32,
+    F64,
+    KINDS,
+    LAYOUTS,
+    STEPS,
+    TOLERANCE,
+    Case,
+    Differs,
+    arithmetic,
+    data,
+    difference,
+    feeder,
+    law_of,
+    layer_of,
+    on,
+    replayed,
+    state_of,
+    train,
+    trained_by,
+)
 
 LAW = "plain"
-STEPS = 3
-KINDS = {
-    "streaming": StreamingNorm,
-    "batch": GeneralBatchNorm,
-    "steps": lambda size, **settings: TimeSpecificNorm(size, STEPS, **settings),
-    "sample": SampleNorm,
-    "instance": partial(SampleNorm, ref="SP2"),
-}
 CENTERS = ("mean", "running", "zero")
-LAYOUTS = {
-    "contiguous": lambda x: x.contiguous(),
-    "channels last": lambda x: x.movedim(1, -1).contiguous().movedim(-1, 1),
-    "with gaps": lambda x: torch.cat([x, x], 1)[:, : x.shape[1]],
-    "transposed": lambda x: x.transpose(0, -1).contiguous().transpose(0, -1),
-    "expanded": lambda x: x[:1].expand(x.shape),
-}
-# How far a result may be from the law's, in parts of the largest value: by the type that it is given in.
-TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
-F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
-
-
-@dataclass(frozen=True)
-class Case:
-    """A layer, its inputs, and how it is trained."""
-
-    kind: str = "streaming"
-    shape: tuple = (6, 5, 4)  # (N, C, *space)
-    settings: dict = field(default_factory=dict)
-    layouts: tuple = ("contiguous", "contiguous")  # of the input and of the gradient that comes back
-    dtypes: tuple = (F32, F32)  # of the input and of the layer
-    absent: tuple = ()  # of ("weight", "bias")
-    masked: bool = False
-    windows: tuple = ((1,), (2,), (1, 1))  # for each update: calls before each of its backward passes
-    chained: bool = False  # the calls before a backward pass get what the one before gave
-    scale: float = 1.0  # of the input
-    bad: tuple = ()  # a value, whether it is in "x" or "dy", the call, and the sample
-    seed: int = 0
 
 
 def cases():
@@ -121,149 +107,24 @@ def cases():
         "one window": {"windows": ((1, 1, 1, 1, 1),)},
         "an update after each call": {"windows": ((1,),) * 8},
         "updates without calls": {"windows": ((1,), (), (), (1,), (2,))},
+        "bfloat16 gain, float32 input": {"dtypes": (F32, BF16)},
     }.items():
         add(f"streaming {name}", **change)
+    for layout in ("contiguous", "channels last", "with gaps"):
+        for shape in ((9, 5), (3, 5, 7), (4, 17, 5, 5)):
+            for p, center in ((1, "zero"), (2, "mean"), (2, "running")):
+                given = {"layouts": (layout, layout), "settings": {"p": p, "center": center}}
+                add(f"streaming bfloat16 {layout} {shape} {p} {center}", shape=shape, dtypes=(BF16, F32), **given)
     return found
-
-
-def data(shape):
-    """An input with an offset per channel, and a gradient whose sums over a channel are not near 0 by chance."""
-    wide = (1, -1, *(1 for _ in shape[2:]))
-    offset, scale = (torch.linspace(*ends, shape[1], dtype=F64).view(wide) for ends in ((0.5, 3), (2, 0.5)))
-    z = torch.randn(shape, dtype=F64)
-    return offset + scale * z, 0.5 + 0.5 * z + 0.5 * torch.randn(shape, dtype=F64)
-
-
-def away_from_center(x, layer):
-    """Without elements so close to c that rounding decides their sign, on which the gradient for p = 1 depends."""
-    dims = range(x.ndim)
-    kept = [0] * (not layer.ref.samples) + [1] * (layer.ref.channels == "each")
-    c = x.mean([d for d in dims if d not in kept], keepdim=True)
-    if layer.center == "zero":
-        c = torch.zeros_like(c)
-    elif layer.center == "running" and isinstance(layer, StreamingNorm):
-        started = layer.state_dict()["seen"] > 0 or not layer.warmup
-        c = layer.mean.view([x.shape[d] if d in kept else 1 for d in dims]) if started else c.mean()
-    distance, least = x - c, 1e-3 * x.std()
-    return torch.where(distance.abs() < least, c + least.copysign(distance), x)
-
-
-def layer_of(case):
-    torch.manual_seed(case.seed)
-    layer = KINDS[case.kind](case.shape[1], dtype=case.dtypes[1], **case.settings)
-    with torch.no_grad():
-        for parameter in layer.parameters():
-            parameter.uniform_(0.5, 2)
-    for name in case.absent:
-        setattr(layer, name, None)
-    return layer
-
-
-def feeder(case):
-    """Makes the data of one call after the other: the input, the gradient that comes back, and the mask or None."""
-    torch.manual_seed(case.seed + 1)
-    number = iter(range(1000))
-
-    def feed(layer):
-        x, dy = data(case.shape)
-        x = x * case.scale
-        if layer.p == 1 and not case.chained and not layer.ref.located:
-            x = away_from_center(x, layer)
-        mask = None
-        if case.masked:
-            mask = torch.rand(case.shape[0], *case.shape[2:]) < 0.7
-            mask.view(-1)[:2] = True
-            mask[1:, ...] |= ~mask[1:].flatten(1).any(1).view(-1, *(1 for _ in case.shape[2:]))
-        if case.bad and case.bad[2] == next(number):
-            value, place, _, sample = case.bad
-            (x if place == "x" else dy)[sample, 2].view(-1)[:1] = value
-        x, dy = x.to(case.dtypes[0]), dy.to(case.dtypes[0])
-        if layer.channel_dim == -1:
-            x, dy = x.movedim(1, -1).contiguous(), dy.movedim(1, -1).contiguous()
-        x, dy = (LAYOUTS[layout](t) for layout, t in zip(case.layouts, (x, dy), strict=True))
-        return x, dy, mask
-
-    return feed
-
-
-def state_of(layer):
-    """Everything that a layer remembers; mean and sigma by themselves, as they have sizes of their own."""
-    found = {}
-    for name, value in layer.state_dict().items():
-        if name in ("weight", "bias"):
-            continue
-        rows = enumerate(value) if name.endswith(("long", "short")) else [("", value)]
-        found |= {f"{name} {row}".strip(): part.clone() for row, part in rows}
-    return found
-
-
-def train(layer, case, feed, called=None, between=True):
-    """All that can be seen of a training, by name: outputs, gradients, and the state after every pass.
-
-    `between`: also after forward passes, before their backward pass.
-    """
-    called, found, call = layer if called is None else called, {}, 0
-    for update, passes in enumerate(case.windows):
-        for number, calls in enumerate(passes):
-            layer.zero_grad()
-            xs, ys, dys = [], [], []
-            for i in range(calls):
-                x, dy, mask = feed(layer)
-                xs.append(x.detach().requires_grad_())
-                given = xs[-1] + 0.5 * ys[-1] if case.chained and ys else xs[-1]
-                ys.append(called(given, mask=mask, step=call % (STEPS + 1)))
-                dys.append(dy)
-                call += 1
-                seen = state_of(layer) if between else {}
-                found |= {f"{update}.{number} after call {i}: {name}": value for name, value in seen.items()}
-            torch.autograd.backward(ys, dys)
-            results = {f"output {i}": y.detach() for i, y in enumerate(ys)}
-            results |= {f"gradient of input {i}": x.grad for i, x in enumerate(xs)}
-            results |= {f"gradient of {name}": p.grad.clone() for name, p in layer.named_parameters()}
-            found |= {f"{update}.{number}: {name}": value for name, value in (results | state_of(layer)).items()}
-        if case.kind == "streaming":
-            layer.weights_updated()
-    layer.eval()
-    with torch.no_grad():
-        found["evaluation"] = layer(x.detach(), mask=mask)
-    return found
-
-
-def law_of(case):
-    """The case by plain torch in float64, and the data of each call, in the types of the case."""
-    layer, fed, feed = copy.deepcopy(layer_of(case)).double(), [], feeder(case)
-
-    def make(layer):
-        fed.append(feed(layer))
-        x, dy, mask = fed[-1]
-        return x.double(), dy.double(), mask
-
-    with backends.use(LAW):
-        return train(layer, case, make), fed
-
-
-def replayed(fed, device="cpu"):
-    """Feeds what was fed before, without a change of its layout."""
-    again = iter(fed)
-
-    def feed(layer):
-        return [None if t is None else t.to(device, copy=False) for t in next(again)]
-
-    return feed
 
 
 def close(actual, expected, what="", tolerance=1e-5):
     """Within a tolerance relative to the largest value; what is not finite is so in the same places."""
-    actual, expected = actual.detach().cpu(), expected.detach().cpu()
-    assert actual.shape == expected.shape, f"{what}: of shape {tuple(actual.shape)}, not {tuple(expected.shape)}"
-    if not expected.is_floating_point() or not expected.numel():
-        assert torch.equal(actual, expected), what
-        return
-    finite = expected.isfinite()
-    assert torch.equal(actual.isfinite(), finite), f"{what}: not finite in other places"
-    actual, expected = (torch.where(finite, t, 0).double() for t in (actual, expected))
-    error, size = (actual - expected).abs().max(), expected.abs().max()
-    assert error <= tolerance * size, f"{what}: off by {error} of {size}"
+    try:
+        error = difference(actual, expected)
+    except Differs as error:
+        raise AssertionError(f"{what}: {error}") from None
+    assert error <= tolerance * expected.is_floating_point(), f"{what}: off by {error} of the largest"
 
 
 def same(actual, expected, least=0.0):
@@ -271,11 +132,6 @@ def same(actual, expected, least=0.0):
     assert actual.keys() == expected.keys()
     for name, value in expected.items():
         close(actual[name], value, name, max(least, TOLERANCE.get(actual[name].dtype, 0.0)))
-
-
-def arithmetic(case):
-    """The tolerance of the types that a case is computed and remembered in."""
-    return max(TOLERANCE[torch.promote_types(dtype, F32)] for dtype in case.dtypes)
 
 
 def by_the_oracle(case, fed):
@@ -366,9 +222,14 @@ def watched():
         return call
 
     for name, backend in backends.registered().items():
-        for part in ("forward", "backward", "repeat"):
-            setattr(backend, part, wrapped(name, part, getattr(backend, part)))
-            patched.append((backend, part))
+        parts = [(backend, part, part) for part in ("forward", "backward", "repeat")]
+        if backend.streams is not None:
+            parts += [(backend.streams, "forward", "F"), (backend.streams, "backward", "G")]
+        for owner, part, called in parts:
+            if (owner, part) in patched:  # backends may have it in common
+                continue
+            setattr(owner, part, wrapped(name, called, getattr(owner, part)))
+            patched.append((owner, part))
     try:
         yield seen
     finally:
@@ -393,6 +254,15 @@ def serves(backend, case, device="cpu", compiled=False):
     return backends.registered()[backend].declines(signature(case, device, compiled)) is None
 
 
+def serves_compiled(backend, case):
+    """Whether F and G of a compiled case are a backend's; layers without them are the compiler's alone."""
+    if case.kind != "streaming":
+        return backend == "plain"
+    streams, layer = backends.registered()[backend].streams, layer_of(case)
+    dtype = torch.promote_types(case.dtypes[0], layer.state.mean.dtype)
+    return streams is not None and streams.declines(layer.config, dtype, "cpu", case.masked) is None
+
+
 def home(backend):
     """The device on which a backend serves the first calls that it serves; None if it serves nowhere."""
     for device in ("cpu", "cuda", "xpu", "mps"):
@@ -406,17 +276,12 @@ def kinds_of(backend):
     return [kind for kind in KINDS if serves(backend, Case(kind=kind), home(backend) or "cpu")]
 
 
-def on(layer, device):
-    """The layer there; nothing is done to one that is there already."""
-    return layer if device == "cpu" else layer.to(device)
-
-
 tenths = st.integers(0, 10).map(lambda n: n / 10)
 
 
 @st.composite
 def runs(draw, kinds=("streaming",)):
-    """Cases of all sizes, settings, layouts and schedules together, in float32."""
+    """Cases of all sizes, settings, layouts, types and schedules together."""
     kind = draw(st.sampled_from(kinds))
     space = draw(st.sampled_from([(), (), (1,), (3,), (33,), (3, 3), (5, 7), (8, 8), (3, 5, 1), (3, 2, 5)]))
     samples, channels = draw(st.integers(1, 20)), draw(st.integers(1, 70))
@@ -426,7 +291,7 @@ def runs(draw, kinds=("streaming",)):
     layouts = tuple(draw(st.sampled_from([name for name in LAYOUTS if name != "expanded"])) for _ in range(2))
     calls = st.lists(st.integers(1, 2), min_size=1, max_size=2).map(tuple)
     windows = tuple(draw(st.lists(calls, min_size=1, max_size=3)))
-    settings = {"channel_dim": draw(st.sampled_from([1, 1, -1]))}
+    settings, dtypes = {"channel_dim": draw(st.sampled_from([1, 1, -1]))}, Case.dtypes
     if kind == "streaming":
         center, warmup = draw(st.sampled_from(CENTERS)), draw(st.sampled_from([0, 256, None]))
         if elements < 8:  # few elements have a spread only about a running center and with neighbours
@@ -441,6 +306,7 @@ def runs(draw, kinds=("streaming",)):
             "beta": tuple(draw(tenths) for _ in range(3)),
             "kappa": tuple(draw(tenths) + 0.1 for _ in range(4)),
         }
+        dtypes = draw(st.sampled_from([(F32, F32), (F32, F32), (BF16, F32), (BF16, BF16), (F32, BF16)]))
     elif kind == "sample":
         channels += 8
     elif elements < 8 or (kind == "instance" and prod(space) < 8):
@@ -450,6 +316,7 @@ def runs(draw, kinds=("streaming",)):
         shape=(samples, channels, *space),
         settings=settings,
         layouts=layouts,
+        dtypes=dtypes,
         absent=draw(st.sampled_from([(), (), ("weight", "bias"), ("weight",), ("bias",)])),
         windows=windows,
         scale=draw(st.sampled_from([0.03, 1.0, 100.0])),
@@ -460,6 +327,4 @@ def runs(draw, kinds=("streaming",)):
 def agrees(case, backend, device="cpu", where=nullcontext):
     """The backend's training of a case is the law's. `where`: a context for the backend alone."""
     expected, fed = law_of(case)
-    with backends.use(backend), where():
-        actual = train(on(layer_of(case), device), case, replayed(fed, device))
-    same(actual, expected, arithmetic(case))
+    same(trained_by(backend, case, fed, device, where), expected, arithmetic(case))

@@ -5,6 +5,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+collect_ignore = ["other_device.py", "device_cases.py", "device_processes.py"]  # of processes with another device
+
 settings.register_profile("laws", deadline=None, derandomize=True, max_examples=40)
 settings.load_profile("laws")
 

@@ -16,12 +16,13 @@ import time
 
 import torch
 
-from streamnorm import GRU, StreamingNorm, kernels
+from streamnorm import GRU, LSTM, StreamingNorm, kernels
 
 TARGETS = {
     "rows": (lambda: StreamingNorm(32), (64, 32)),
     "image": (lambda: StreamingNorm(8), (2, 8, 6, 6)),
     "GRU": (lambda: GRU(5, 16), (4, 8, 5)),
+    "LSTM": (lambda: LSTM(5, 16, cell_norm=True), (4, 8, 5)),
 }
 
 

@@ -27,6 +27,7 @@ RUN_BY = {
     "benchmarks/divergence.py": "test_docs.py::test_a_training_is_watched_from_inside",
     "benchmarks/evaluation.py": "test_docs.py::test_a_memory_for_evaluation_is_measured",
     "benchmarks/tasks.py": "test_docs.py::test_a_stream_of_tasks_is_measured",
+    "benchmarks/gpu_kernels.py": "test_triton.py::test_every_kernel_compiles_for_every_target",
     "benchmarks/loop.py": "test_docs.py::test_every_case_of_the_benchmark_runs",
     "benchmarks/messages.py": "test_commands.py::test_the_count_of_messages",
     "benchmarks/nets.py": "test_docs.py::test_every_case_of_the_benchmark_runs",
@@ -50,6 +51,7 @@ RUN_BY = {
     "make test-integrations": "test_commands.py::test_make_test_integrations",
     "make test-sanitized": "test_commands.py::test_make_test_sanitized",
     "streamnorm bench-online": "lab/test_grid.py::test_every_distinct_run_is_trained_once",
+    "streamnorm check": "lab/test_check.py::test_the_command",
     "streamnorm compare": "lab/test_compare.py::test_the_command_trains_to_a_table",
     "streamnorm list": "lab/test_cli.py::test_list",
     "streamnorm report": "lab/test_cli.py::test_the_report",
@@ -71,7 +73,10 @@ def test_whatever_is_named_is_run():
     """And every benchmark and example that there is, named or not."""
     named = set(re.findall(r"\b(?:benchmarks|examples)/\w+\.py\b", TEXT))
     named |= {
-        path.relative_to(ROOT).as_posix() for kind in ("benchmarks", "examples") for path in (ROOT / kind).glob("*.py")
+        path.relative_to(ROOT).as_posix()
+        for kind in ("benchmarks", "examples")
+        for path in (ROOT / kind).glob("*.py")
+        if "__main__" in path.read_text()  # the others are what scripts share
     }
     for span in spans():
         words = span.split()
@@ -103,13 +108,20 @@ def test_the_tests_of_the_table_exist(name):
 SCRIPT = r"(?:python|torchrun(?: --[\w-]+ \d+)*) ((?:benchmarks|examples|tests)/\w+\.py)(.*)"
 
 
+def source(script):
+    """Of a script and of what it imports from its own folder, where options may be shared."""
+    text = script.read_text()
+    beside = [script.with_name(f"{name}.py") for name in re.findall(r"^(?:from|import) (\w+)", text, re.MULTILINE)]
+    return "\n".join([text, *(source(path) for path in beside if path.exists() and path != script)])
+
+
 def test_options_that_are_named_exist():
     """Of scripts, and the cases that the benchmark is asked for."""
     found = [re.fullmatch(SCRIPT, span) for span in spans()]
     found = [match for match in found if match]
     assert len(found) >= 6
     for match in found:
-        text = (ROOT / match[1]).read_text()
+        text = source(ROOT / match[1])
         for option in re.findall(r"--[a-z][\w-]*", match[2]):
             assert f'"{option}"' in text, f"{match[1]} has no {option}"
         case = re.search(r"bench\.py.* --only (\S+)", match[0])
@@ -118,7 +130,7 @@ def test_options_that_are_named_exist():
 
 
 def test_command_lines_are_understood(capsys):
-    lines = {span for span in spans() if re.match(r"streamnorm (run|report|list|bench-online|compare)\b", span)}
+    lines = {span for span in spans() if re.match(r"streamnorm (run|report|list|check|bench-online|compare)\b", span)}
     assert len(lines) >= 8
     for line in sorted(lines):
         words = ["." if word.isupper() else word for word in shlex.split(line)[1:]]

@@ -4,12 +4,15 @@ That compiled calls compute what others compute is in test_conformance.py, for e
 """
 
 import copy
+from collections import Counter
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
 import torch._dynamo
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 
 from streamnorm import GRU, RNN, GeneralBatchNorm, StreamingNorm, TimeSpecificNorm, backends
 from streamnorm.core.config import Config
@@ -88,8 +91,33 @@ def test_a_network_is_one_graph_for_all_updates(norm, calls, pattern):
     compare(Network(norm, calls), pattern, "aot_eager")
 
 
-def test_inductor():
-    compare(Network(StreamingNorm, 2), joined, "inductor")
+@pytest.mark.parametrize("norm", [StreamingNorm, partial(StreamingNorm, p=1, warmup=0)])
+def test_inductor(norm):
+    compare(Network(norm, 2), joined, "inductor")
+
+
+def test_the_compiler_sees_everything_but_the_streams():
+    """No operator of ours is given anything of the size of the activations: what is computed of these can be fused."""
+    graphs = []
+
+    def seen(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    model = Network(StreamingNorm)
+    called = torch.compile(model, fullgraph=True, backend=aot_autograd(fw_compiler=seen, bw_compiler=seen))
+    called(torch.randn(5, 3, 6, 6)).sum().backward()
+    assert len(graphs) == 2
+    found = Counter()
+    for node in (node for graph in graphs for node in graph.graph.nodes if node.op == "call_function"):
+        names = [str(node.target), *(str(each) for each in node.args if isinstance(each, torch._ops.OpOverload))]
+        ours = [name for name in names if name.startswith("streamnorm.")]
+        if not ours:
+            continue
+        found[ours[0].split(".")[1]] += 1
+        given = [each.meta["val"] for each in node.all_input_nodes if isinstance(each.meta["val"], torch.Tensor)]
+        assert max(tensor.numel() for tensor in given) <= 2 * 3 + 5
+    assert found == {"center": 1, "push_statistics_": 1, "push_gradients_": 1}
 
 
 def test_changing_batch_sizes():
@@ -153,17 +181,19 @@ def test_what_cannot_be_compiled_says_so():
 def test_the_operators_keep_their_promises():
     """torch's own check of the schemas (what is written to), the fake implementations and their strides."""
     layer = StreamingNorm(3)
-    tensors = to_dict(layer.state)
+    tensors, ops = to_dict(layer.state), torch.ops.streamnorm
     h1, h2 = [tensors[name] for name in H1], [tensors[name] for name in H2 if name != "loss_scale"]
-    weight, bias = torch.randn(3), torch.randn(3)
-    tests = ("test_schema", "test_faketensor")
-    for x in (torch.randn(4, 3, 5, 5), torch.randn(4, 3, 5, 5).to(memory_format=torch.channels_last)):
-        dy = torch.randn(()).expand(4, 3, 5, 5)
-        for among in {"plain", backends.among}:
-            for p in (2.0, 1.0):
-                settings = layer._name_tag, Config(p=p).text, among
-                forward = x, weight, bias, None, True, *settings, *h1
-                _, kept = torch.ops.streamnorm.forward_(*forward)
-                torch.library.opcheck(torch.ops.streamnorm.forward_.default, forward, test_utils=tests)
-                backward = dy, x, weight, None, kept, *settings, *h2
-                torch.library.opcheck(torch.ops.streamnorm.backward_.default, backward, test_utils=tests)
+    mean, sigma, present = torch.randn(1, 3, 1, 1), torch.rand(1, 3, 1, 1) + 0.5, torch.ones(1, 3, 1, 1).bool()
+    counted = (None, None, None), (torch.full((1, 1, 1, 1), 50.0), present, torch.tensor(2))
+
+    def check(operator, *arguments):
+        torch.library.opcheck(operator.default, arguments, test_utils=("test_schema", "test_faketensor"))
+        return operator(*arguments)
+
+    for among in {"plain", backends.among}:
+        for p, counts in product((2.0, 1.0), counted):
+            text = Config(p=p).text
+            sizes, settings = (100, 4, 3, True, torch.randn(3)), (layer._name_tag, text, among)
+            check(ops.center, mean, counts[1], *settings, layer.state.mean, layer.state.seen)
+            kept = check(ops.push_statistics_, mean, sigma, *counts, *sizes, *settings, *h1)
+            check(ops.push_gradients_, torch.randn(2, 3), kept, *settings, *h2)

@@ -20,6 +20,7 @@ import pytest
 import torch
 import torch._dynamo
 from conformance import (
+    BF16,
     CENTERS,
     F32,
     KINDS,
@@ -41,6 +42,7 @@ from conformance import (
     runs,
     same,
     serves,
+    serves_compiled,
     state_of,
     train,
     watched,
@@ -59,6 +61,14 @@ every_case = pytest.mark.parametrize("name", CASES)
 # A backend and a kind of layer that it serves.
 PAIRS = [(backend, kind) for backend in REGISTERED for kind in kinds_of(backend)]
 every_pair = pytest.mark.parametrize(("backend", "kind"), PAIRS)
+# And the types of its input and of the layer.
+TYPED = [
+    (backend, kind, dtypes)
+    for backend, kind in PAIRS
+    for dtypes in ((F32, F32), (BF16, F32), (BF16, BF16))
+    if serves(backend, Case(kind, dtypes=dtypes), home(backend) or "cpu")
+]
+every_type = pytest.mark.parametrize(("backend", "kind", "dtypes"), TYPED)
 STREAMING = [backend for backend, kind in PAIRS if kind == "streaming"]
 every_streaming_backend = pytest.mark.parametrize("backend", STREAMING)
 DEVICES = {backend: home(backend) for backend in REGISTERED}
@@ -186,10 +196,10 @@ def test_the_same_call_gives_the_same_bits(backend, name):
 # Data that are not finite.
 
 
-@every_pair
+@every_type
 @pytest.mark.parametrize("value", [nan, -inf])
 @pytest.mark.parametrize("place", ["x", "dy"])
-def test_one_bad_value(backend, kind, value, place):
+def test_one_bad_value(backend, kind, dtypes, value, place):
     """In a channel's first element or later, in the first call or later: no state keeps it."""
     changes = [{}]
     if kind == "streaming":
@@ -203,6 +213,7 @@ def test_one_bad_value(backend, kind, value, place):
                 (9, 5, 3, 3),
                 change,
                 (layout, layout),
+                dtypes,
                 windows=((1,), (1, 1), (1,)),
                 bad=(value, place, call, sample),
                 seed=number,
@@ -211,7 +222,7 @@ def test_one_bad_value(backend, kind, value, place):
             layer = on(layer_of(case), DEVICES[backend])
             with backends.use(backend):
                 actual = train(layer, case, replayed(fed, DEVICES[backend]))
-            same(actual, expected)
+            same(actual, expected, arithmetic(case))
             spoiled = [what for what, found in actual.items() if not found.isfinite().all()]
             assert spoiled
             assert all(what.startswith(("0.0", "1.0")[call]) for what in spoiled)
@@ -252,12 +263,12 @@ def test_whatever_needs_a_gradient_gets_it(backend, kind, wanted, shape):
         same(*results)
 
 
-@every_pair
+@every_type
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_without_gradients(backend, kind, mode):
+def test_without_gradients(backend, kind, dtypes, mode):
     """The same output and state, and training goes on."""
-    layer = on(layer_of(Case(kind)), DEVICES[backend])
-    twin, (x, dy) = copy.deepcopy(layer), pair_of((6, 5, 4), DEVICES[backend])
+    layer = on(layer_of(Case(kind, dtypes=dtypes)), DEVICES[backend])
+    twin, (x, dy) = copy.deepcopy(layer), pair_of((6, 5, 4), DEVICES[backend], dtypes[0])
     with backends.use(backend):
         with mode():
             y = layer(x)
@@ -297,19 +308,31 @@ HOOKS = {
 }
 
 
-@every_pair
+@every_type
 @pytest.mark.parametrize("hook", HOOKS)
 @pytest.mark.parametrize("layout", ["contiguous", "channels last"])
-def test_saved_tensors_may_come_back_otherwise_laid_out(backend, kind, hook, layout):
-    case = Case(kind, shape=(6, 5, 4, 3), layouts=(layout, "contiguous"))
+def test_saved_tensors_may_come_back_otherwise_laid_out(backend, kind, dtypes, hook, layout):
+    case = Case(kind, shape=(6, 5, 4, 3), layouts=(layout, "contiguous"), dtypes=dtypes)
     expected, fed = law_of(case)
     with backends.use(backend), torch.autograd.graph.saved_tensors_hooks(*HOOKS[hook]):
-        same(train(on(layer_of(case), DEVICES[backend]), case, replayed(fed, DEVICES[backend])), expected)
+        actual = train(on(layer_of(case), DEVICES[backend]), case, replayed(fed, DEVICES[backend]))
+    same(actual, expected, arithmetic(case))
 
 
-@every_pair
-def test_inputs_and_gradients_are_never_changed(backend, kind):
-    device, case = DEVICES[backend], Case(kind)
+@every_streaming_backend
+@pytest.mark.parametrize("dtypes", [(F32, F32), (BF16, F32), (BF16, BF16)])
+def test_saved_tensors_may_come_back_in_a_wider_type(backend, dtypes):
+    """As from a hook that compresses: nothing is read as what it is not."""
+    case = Case(shape=(6, 5, 4, 3), dtypes=dtypes)
+    expected, fed = law_of(case)
+    with backends.use(backend), torch.autograd.graph.saved_tensors_hooks(lambda t: t.double(), lambda t: t):
+        actual = train(on(layer_of(case), DEVICES[backend]), case, replayed(fed, DEVICES[backend]))
+    same(actual, expected, arithmetic(case))
+
+
+@every_type
+def test_inputs_and_gradients_are_never_changed(backend, kind, dtypes):
+    device, case = DEVICES[backend], Case(kind, dtypes=dtypes)
     layer = on(layer_of(case), device)
     x, dy, _ = (None if t is None else t.to(device) for t in feeder(case)(layer))
     tensors = x, dy, layer.weight, layer.bias
@@ -329,6 +352,76 @@ def test_autocast_leaves_it_alone(backend, kind):
         with torch.autocast(DEVICES[backend], torch.bfloat16):
             actual = trained(layer, x, dy)
     assert all(torch.equal(value, expected[what]) for what, value in actual.items())
+
+
+def rounded_once(actual, exact, what):
+    """To the nearest number of its type, after arithmetic in float32."""
+    error, nearest = (actual.double() - exact).abs(), torch.finfo(actual.dtype).eps / 2 * exact.abs()
+    assert (error <= nearest + 1e-5 * exact.abs().max()).all(), what
+
+
+@every_streaming_backend
+@pytest.mark.parametrize("layout", ["contiguous", "channels last"])
+@pytest.mark.parametrize("dtypes", [(BF16, F32), (BF16, BF16)])
+def test_half_precision_is_rounded_once(backend, layout, dtypes):
+    """Output and gradients; the state is as exact as in float32."""
+    once = ((1,), (1,), (1,))  # autograd rounds again where gradients of several calls add up
+    case = Case(shape=(9, 5, 7, 3), layouts=(layout, layout), dtypes=dtypes, windows=once)
+    expected, fed = law_of(case)
+    with backends.use(backend):
+        actual = train(on(layer_of(case), DEVICES[backend]), case, replayed(fed, DEVICES[backend]))
+    for what, value in actual.items():
+        if value.is_floating_point():
+            rounded_once(value.cpu(), expected[what].cpu().double(), what)
+    assert all(value.dtype == dtypes[1] for what, value in actual.items() if what.endswith(("weight", "bias")))
+
+
+# One layer, whose inputs and parameters change their type from call to call.
+TYPES = {
+    "input": [(F32, F32), (BF16, F32), (BF16, F32), (F32, F32), (F32, F32), (torch.float16, F32), (BF16, F32)],
+    "layer": [(BF16, F32), (BF16, BF16), (BF16, BF16), (BF16, F32), (F32, BF16), (F32, F32)],
+    "both": [(F32, F32), (BF16, BF16), (F32, F32), (torch.float64, torch.float64), (BF16, BF16)],
+}
+
+
+@every_pair
+@pytest.mark.parametrize("changes", TYPES)
+@pytest.mark.parametrize("autocast", [False, True])
+def test_types_may_change_from_call_to_call(backend, kind, changes, autocast):
+    """No tensor is read as what another call gave: also where sizes, strides and settings are the same."""
+    device, results = DEVICES[backend], []
+    first, batches = on(layer_of(Case(kind)), device), [pair_of((6, 5, 4), device) for _ in TYPES[changes]]
+    for name in (backend, LAW):
+        layer, found = copy.deepcopy(first), {}
+        with backends.use(name), torch.autocast(device, BF16, enabled=autocast):
+            for i, ((x, dy), (taken, stored)) in enumerate(zip(batches, TYPES[changes], strict=True)):
+                if layer.weight.dtype != stored:  # else the next call is a steady one
+                    layer.to(stored)
+                now = trained(layer, x.to(taken), dy.to(taken))
+                assert now["output"].dtype == now["input"].dtype == taken
+                assert now["weight"].dtype == now["bias"].dtype == stored
+                found |= {f"{what} {i}": value for what, value in now.items()}
+                if kind == "streaming":
+                    layer.weights_updated()
+        results.append(found | state_of(layer))
+    same(*results, arithmetic(Case()))
+
+
+@every_pair
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_a_parameter_may_change_its_type_under_the_hands_of_a_layer(backend, kind, name):
+    """As `parameter.data = ...` does it, of which a module hears nothing."""
+    device, results = DEVICES[backend], []
+    first, batches = on(layer_of(Case(kind)), device), [pair_of((6, 5, 4), device, BF16)[0] for _ in range(5)]
+    for server in (backend, LAW):
+        layer, found = copy.deepcopy(first), {}
+        with backends.use(server):
+            for i, (x, dtype) in enumerate(zip(batches, (F32, F32, BF16, BF16, F32), strict=True)):
+                parameter = getattr(layer, name)
+                parameter.data = parameter.data.to(dtype)
+                found[f"output {i}"] = layer(x)
+        results.append(found | state_of(layer))
+    same(*results, arithmetic(Case()))
 
 
 @every_pair
@@ -534,14 +627,14 @@ def test_only_the_input_stays_alive_between_forward_and_backward(backend, layout
 
 
 @pytest.mark.skipif(top_hooks is None, reason="this torch does not tell which segment it runs again")
-@every_pair
-def test_a_call_that_checkpointing_repeats_is_the_same(backend, kind):
+@every_type
+def test_a_call_that_checkpointing_repeats_is_the_same(backend, kind, dtypes):
     """Nothing is pushed twice, and the backend that served a call repeats it."""
     device = DEVICES[backend]
-    layer = on(layer_of(Case(kind)), device)
+    layer = on(layer_of(Case(kind, dtypes=dtypes)), device)
     twin = copy.deepcopy(layer)
     for _ in range(2):
-        (x, dy), results = pair_of((6, 5, 4), device), []
+        (x, dy), results = pair_of((6, 5, 4), device, dtypes[0]), []
         for each, repeats in ((layer, True), (twin, False)):
             leaf = x.clone().requires_grad_()
             with backends.use(backend), watched() as who:
@@ -570,16 +663,15 @@ COMPILED = {
         settings={"channel_dim": -1, "warmup": 0, "center": "mean"}, absent=("weight", "bias"), windows=((2,), (1,))
     ),
     "p=3, masked": Case(settings={"p": 3}, masked=True, windows=((1,), (2,))),
-    "SP1, bfloat16 input": Case(settings={"ref": "SP1"}, dtypes=(torch.bfloat16, F32), windows=((1,), (2,))),
+    "SP1, bfloat16 input": Case(settings={"ref": "SP1"}, dtypes=(BF16, F32), windows=((1,), (2,))),
+    "bfloat16 input": Case(shape=(4, 5, 3, 3), dtypes=(BF16, F32), windows=((1,), (2,))),
+    "bfloat16": Case(shape=(4, 5, 3, 3), layouts=("channels last",) * 2, dtypes=(BF16, BF16), windows=((1,), (2,))),
     "BA2, float64": Case(settings={"ref": "BA2"}, dtypes=(torch.float64, torch.float64), windows=((1,), (2,))),
     **{kind: Case(kind, windows=((1,), (2,))) for kind in ("batch", "sample")},
 }
 # Those that each backend serves; plain torch gets what all others decline.
 SERVED = [
-    (backend, name)
-    for name, case in COMPILED.items()
-    for backend in REGISTERED
-    if serves(backend, case, DEVICES[backend], compiled=True)
+    (backend, name) for name, case in COMPILED.items() for backend in REGISTERED if serves_compiled(backend, case)
 ]
 
 
@@ -587,7 +679,7 @@ SERVED = [
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="older compilers refuse some of this; see docs/speed.md")
 @pytest.mark.parametrize(("backend", "name"), SERVED)
 def test_compiled_calls_are_the_same(backend, name):
-    """Of a streaming layer by the same backend as without the compiler; of the others by what the compiler makes."""
+    """F and G of a streaming layer are the backend's, the rest is what the compiler makes."""
     torch._dynamo.reset()
     case, device = COMPILED[name], DEVICES[backend]
     expected, fed = law_of(case)
@@ -598,7 +690,7 @@ def test_compiled_calls_are_the_same(backend, name):
     same(actual, {what: value for what, value in expected.items() if "after call" not in what}, arithmetic(case))
     if case.kind == "streaming":
         calls = sum(map(sum, case.windows))
-        assert who == {(backend, "forward"): calls, (backend, "backward"): calls}
+        assert who == {(backend, "F"): calls, (backend, "G"): calls}
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -689,11 +781,13 @@ def test_a_new_backend_is_asked_and_may_decline():
 @pytest.mark.parametrize("backend", [name for name in REGISTERED if name != LAW])
 def test_a_backend_that_is_missing(backend):
     """Calls are served by the others, and whoever asks for it is told why."""
-    kind = kinds_of(backend)[0]
-    layer, x = layer_of(Case(kind)), torch.randn(6, 5, 4)
+    kind, device = kinds_of(backend)[0], DEVICES[backend]
+    layer, x = on(layer_of(Case(kind)), device), torch.randn(6, 5, 4, device=device)
+    served = backends.explain(layer, x).split()[0]
     with among(missing={backend: "there is no such machine"}):
         assert backend not in backends.available()
-        assert f"{backend} does not: there is no such machine." in backends.explain(layer, x)
+        if served == backend:  # a slower one is not spoken of
+            assert f"{backend} does not: there is no such machine." in backends.explain(layer, x)
         with watched() as who:
             layer(x)
         assert who

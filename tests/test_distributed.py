@@ -54,13 +54,16 @@ def test_merged_windows_are_those_of_one_process(ranks, name):
         one, two = snapshot(norm), merged[window]
         assert two["stats_count"] == one["stats_count"]
         assert two["grads_count"] == one["grads_count"]
-        assert two["seen"] == one["seen"]
+        for count in ("seen", "elements", "counted", "samples"):
+            assert two[count] == one[count], count
         rows = slice(0, 1) if norm.center == "running" else slice(0, 2)
-        for part in ("stats_short", "stats_long"):
+        for part in ("stats_short", "stats_long", "eval_long"):
             assert_close(two[part][rows], one[part][rows])
         if norm.warmup == 0:
             assert_close(two["mean"], one["mean"])
             assert_close(two["sigma"], one["sigma"])
+            assert_close(two["eval_mean"], one["eval_mean"])
+            assert_close(two["eval_sigma"], one["eval_sigma"])
         if name == "frozen" and window:
             assert_close(two["grads_short"], one["grads_short"])
 

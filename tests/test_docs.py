@@ -132,6 +132,9 @@ def test_the_benchmark_of_cost(tmp_path):
     refused = run_script("benchmarks/bench.py", *common, "--only", "nothing")
     assert refused.returncode == 2
     assert "there are layers/" in refused.stderr
+    refused = run_script("benchmarks/bench.py", *common, "--device", "nowhere")
+    assert refused.returncode == 2
+    assert "no device called 'nowhere' here: there is cpu" in refused.stderr
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # forward and backward alone are no weight updates

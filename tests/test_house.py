@@ -37,11 +37,11 @@ ARROWS = {
 # From the ground up: a file imports only from lines above its own.
 LAB = [
     {"__init__", "errors", "runs", "shapes", "starting"},
-    {"store", "figures", "scales", "peers", "health", "grid"},
+    {"store", "figures", "scales", "peers", "health", "grid", "devices", "race"},
     {"data", "results", "models", "compare"},
     {"tasks", "measures", "online"},
     {"train", "claims", "goals", "compared"},
-    {"jobs", "progress", "view"},
+    {"jobs", "progress", "view", "check"},
     {"experiment"},
     {"bench", "comparing"},
     {"commands"},
@@ -49,8 +49,10 @@ LAB = [
 ]
 DATA = [{"download", "batches"}, {"tar", "index"}, {"cifar"}, {"__init__"}]
 VIEW = [{"__init__", "lines", "looks", "page", "cells", "contest"}, {"matrix"}, {"plot"}, {"report", "panels"}]
-FLOORS = {"lab": LAB, "lab.data": DATA, "lab.view": VIEW}
+CHECK = [{"__init__"}, {"agreement", "system", "times"}, {"cases"}, {"run"}]
+FLOORS = {"lab": LAB, "lab.check": CHECK, "lab.data": DATA, "lab.view": VIEW}
 LATE = {"drawing.py", "monitoring.py"}  # may import what torch does not need, inside functions and for types
+KERNELS = SOURCE / "backends" / "triton"  # some files are imported by the first call that they serve
 
 
 def named(path):
@@ -89,6 +91,8 @@ def strings(tree):
     nodes = list(ast.walk(tree))
     lone = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
     devices = {id(node.value) for node in nodes if isinstance(node, ast.keyword) and node.arg == "device"}
+    assigned = [node for node in nodes if isinstance(node, ast.Assign)]
+    devices |= {id(node.value) for node in assigned if ast.unparse(node.targets[0]) == "DEFAULT_DEVICE"}
     for node in nodes:
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in lone | devices:
             yield node.value
@@ -194,6 +198,8 @@ def test_the_library_does_not_notice_the_lab():
     loaded = done.stdout.split()
     assert "streamnorm.nn.streaming" in loaded
     assert not [name for name in loaded if name.startswith(("streamnorm.lab", "matplotlib", "sklearn"))]
+    kernels = [path for path in KERNELS.glob("*.py") if "import triton\n" in path.read_text()]
+    assert not {f"streamnorm.{named(path)}" for path in kernels} & set(loaded)
 
 
 def test_the_library_needs_torch_alone():
@@ -209,7 +215,8 @@ def test_the_library_needs_torch_alone():
                 used = {node.module.split(".")[0]}
             else:
                 continue
-            assert used <= standard, f"{path.name} imports {used - standard}"
+            allowed = standard | {"triton"} if path.parent == KERNELS else standard
+            assert used <= allowed, f"{path.name} imports {used - allowed}"
 
 
 # Public names
@@ -308,5 +315,5 @@ def test_the_fields_of_the_state_are_listed_once():
 
 def test_the_settings_are_listed_once():
     """Five are at one place only where the list is, where the layer takes them, and where kernels are told of them."""
-    places = {"core.config", "nn.streaming", "backends.cpu.binding"}
+    places = {"core.config", "nn.streaming", "backends.cpu.binding", "backends.triton.launch"}
     assert listing(SETTINGS, 5) == places & set(MODULES)

@@ -13,7 +13,7 @@ from functools import partial
 
 import pytest
 import torch
-from conformance import Case, agrees, close, law_of, layer_of, replayed, runs, train
+from conformance import BF16, F32, Case, agrees, law_of, layer_of, replayed, runs, same, train
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -73,16 +73,50 @@ def test_every_machine_computes_the_same(case, where):
 @pytest.mark.parametrize("shape", [(1400, 50), (10, 33, 17, 13), (6, 2, 6000)])
 @pytest.mark.parametrize("layout", ["contiguous", "channels last"])
 @pytest.mark.parametrize("p", [1, 2])
-def test_the_number_of_threads_does_not_matter(shape, layout, p):
-    case = Case(shape=shape, layouts=(layout, layout), settings={"p": p, "center": "mean"}, windows=((1,), (1,)))
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_the_number_of_threads_does_not_matter(shape, layout, p, dtype):
+    settings = {"p": p, "center": "mean"}
+    case = Case(shape=shape, layouts=(layout, layout), settings=settings, dtypes=(dtype, F32), windows=((1,), (1,)))
     _, fed = law_of(case)
     results = []
     for threads in (1, 2, 5):
         with machine(binding.variant, threads), backends.use("cpu"):
             results.append(train(layer_of(case), case, replayed(fed)))
     for other in results[1:]:
-        for what, value in results[0].items():
-            close(other[what], value, what)
+        same(other, results[0])
+
+
+def bits(*numbers):
+    return torch.tensor(numbers, dtype=torch.int32).view(F32)
+
+
+def is_rounded(narrow, wide):
+    """As torch rounds what is within the last digits of float32; NaN is NaN."""
+    near = [(wide.double() * change).to(F32).to(BF16) for change in (1 - 1e-5, 1, 1 + 1e-5)]
+    alike = torch.stack([narrow == each for each in near]).any(0)
+    return bool((alike | (narrow.isnan() & wide.isnan())).all())
+
+
+@needs_kernels
+@pytest.mark.parametrize("variant", binding.VARIANTS)
+@pytest.mark.parametrize("layout", ["contiguous", "channels last"])
+@pytest.mark.parametrize("space", [1, 7, 64])
+def test_bfloat16_is_float32_rounded(variant, layout, space):
+    """To the nearest, of two the even one; what is too large is infinite, and every NaN stays one."""
+    odd = bits(0x7FFFFFFF, -1, 0x7FC00000, 0x7F800001, 0x7F800000, 0x7F7FFFFF, 0x00000001, 0x00800000, 0x3F808000)
+    case = Case(shape=(6, len(odd), space), layouts=(layout, layout), dtypes=(BF16, F32), windows=((1,),))
+    x, dy, _ = law_of(case)[1][0]
+    for gain, bias in ((odd, torch.zeros_like(odd)), (torch.ones_like(odd), odd)):
+        found = []
+        for dtype in (BF16, F32):
+            layer = StreamingNorm(len(odd), guard=False)
+            layer.weight.data, layer.bias.data = gain, bias
+            leaf = x.detach().to(dtype, copy=True).requires_grad_()
+            with machine(variant, 1), backends.use("cpu"):
+                y = layer(leaf)
+                y.backward(dy.to(dtype))
+            found.append((y.detach(), leaf.grad))
+        assert all(is_rounded(*pair) for pair in zip(*found, strict=True))
 
 
 @needs_kernels
@@ -113,8 +147,9 @@ def call(layer=None, x=None, mask=None):
 DECLINED = {
     "another kind of layer": (lambda: call(SampleNorm(5)), "it serves streaming layers"),
     "another device": (lambda: call(StreamingNorm(5, device="meta"), torch.empty(6, 5, device="meta")), "not meta"),
-    "bfloat16": (lambda: call(x=torch.randn(6, 5).bfloat16()), "float32 throughout"),
-    "float64": (lambda: call(StreamingNorm(5).double()), "float32 throughout"),
+    "float16": (lambda: call(x=torch.randn(6, 5).half()), "float32 and bfloat16"),
+    "float16 layer": (lambda: call(StreamingNorm(5).half()), "float32 and bfloat16"),
+    "float64": (lambda: call(StreamingNorm(5).double()), "with statistics in float32"),
     "p": (lambda: call(StreamingNorm(5, p=3)), "it has p = 1 and 2, not 3"),
     "reference": (lambda: call(StreamingNorm(5, ref="BA2")), "one statistic per channel"),
     "mask": (lambda: call(mask=torch.ones(6, 4, dtype=torch.bool)), "it takes no mask"),

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from oracle import REFERENCES, BatchOracle, StreamingOracle
-from oracle_recurrent import GRUOracle, GRUResetAfterOracle, RNNOracle, relu, tanh
+from oracle_recurrent import GRUOracle, GRUResetAfterOracle, LSTMOracle, RNNOracle, relu, tanh
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence, pad_packed_sequence
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -30,6 +30,7 @@ from streamnorm import (
     SampleNorm,
     StreamingNorm,
     TimeSpecificNorm,
+    backends,
     paused,
 )
 
@@ -68,13 +69,29 @@ def randomise(module):
 
 
 @pytest.mark.parametrize("norm", ["streaming", "sample"])
-@pytest.mark.parametrize("f", [tanh, relu])
-@pytest.mark.parametrize(("layer", "oracle"), [(RNN, RNNOracle), (GRU, GRUOracle), (TORCHS_GRU, GRUResetAfterOracle)])
-def test_against_the_papers_loops(layer, oracle, f, norm):
-    size, hidden, samples, gates = 3, 4, 3, 1 if layer is RNN else 3
+@pytest.mark.parametrize(
+    ("layer", "oracle", "f"),
+    [
+        *((layer, RNNOracle, f) for layer, f in ((RNN, tanh), (partial(RNN, nonlinearity="relu"), relu))),
+        *((layer, GRUOracle, f) for layer, f in ((GRU, tanh), (partial(GRU, nonlinearity="relu"), relu))),
+        (TORCHS_GRU, GRUResetAfterOracle, tanh),
+        (partial(TORCHS_GRU, nonlinearity="relu"), GRUResetAfterOracle, relu),
+        (LSTM, LSTMOracle, tanh),
+        (partial(LSTM, cell_norm=True), LSTMOracle, tanh),
+    ],
+)
+@pytest.mark.parametrize("dtype", [DOUBLE, torch.float32])
+def test_against_slow_loops(layer, oracle, f, norm, dtype):
+    """In float32 by the kernels, where they serve it."""
+    size, hidden, samples = 3, 4, 3
     settings = {"beta": (0.5, 0.2, 0.3), "warmup": 20} if norm == "streaming" else {}
     factory = partial(StreamingNorm, **settings) if norm == "streaming" else SampleNorm
-    net = layer(size, hidden, norm=factory, nonlinearity=f.__name__, dtype=DOUBLE)
+    net = layer(size, hidden, norm=factory, dtype=dtype)
+    gates = net.kind.gates
+
+    def near(a, b):
+        tolerance = 1e-10 if dtype == DOUBLE else 1e-4
+        torch.testing.assert_close(a.double(), torch.as_tensor(b), rtol=tolerance, atol=tolerance)
 
     def make():
         if norm == "streaming":
@@ -82,36 +99,46 @@ def test_against_the_papers_loops(layer, oracle, f, norm):
         return BatchOracle(hidden, REFERENCES["SP1"], 2, "mean")
 
     norms_x, norms_h = [make() for _ in range(gates)], [make() for _ in range(gates)]
+    norms_c = [] if net.norms_l0.cell is None else [make()]
     rng = np.random.default_rng(0)
     for steps in (4, 2, 5):  # one weight update after each sequence
         randomise(net)
-        sides = ((net.norms_l0.x, norms_x), (net.norms_l0.h, norms_h))
-        for modules, oracles in sides:
-            for module, each in zip(modules, oracles, strict=True):
-                each.weight, each.bias = module.weight.detach().numpy().copy(), module.bias.detach().numpy().copy()
-        weights = [w.detach().numpy().reshape(gates, hidden, -1).copy() for w in (net.weight_ih_l0, net.weight_hh_l0)]
-        slow = oracle(list(weights[0]), list(weights[1]), norms_x, norms_h, f)
-        xs, h0 = rng.normal(size=(steps, samples, size)), rng.normal(size=(samples, hidden))
-        dy = rng.normal(size=(steps, samples, hidden))
-        x, h = torch.from_numpy(xs).requires_grad_(), torch.from_numpy(h0)[None].requires_grad_()
+        modules = [*net.norms_l0.x, *net.norms_l0.h, *(norms_c and [net.norms_l0.cell])]
+        norms = list(zip(modules, [*norms_x, *norms_h, *norms_c], strict=True))
+        for module, each in norms:
+            each.weight, each.bias = (v.detach().double().numpy().copy() for v in (module.weight, module.bias))
+        weights = [
+            w.detach().double().numpy().reshape(gates, hidden, -1).copy() for w in (net.weight_ih_l0, net.weight_hh_l0)
+        ]
+        slow = oracle(list(weights[0]), list(weights[1]), norms_x, norms_h, f, *norms_c)
+        xs, dy = rng.normal(size=(steps, samples, size)), rng.normal(size=(steps, samples, hidden))
+        start, dfinal = (tuple(rng.normal(size=(net.kind.states, samples, hidden))) for _ in range(2))
+        x = torch.from_numpy(xs).to(dtype).requires_grad_()
+        hx = [torch.from_numpy(s)[None].to(dtype).requires_grad_() for s in start]
+        pair = net.kind.states > 1
         net.zero_grad()
-        output, final = net(x, h)
-        close(output.detach(), torch.from_numpy(slow.forward(xs, h0)))
-        close(final[0], output[-1])
-        output.backward(torch.from_numpy(dy))
-        dxs, dh = slow.backward(dy)
-        close(x.grad, torch.from_numpy(dxs))
-        close(h.grad[0], torch.from_numpy(dh))
+        output, final = net(x, tuple(hx) if pair else hx[0])
+        final = final if pair else (final,)
+        near(output.detach(), slow.forward(xs, start if pair else start[0]))
+        near(final[0][0], output[-1].double())
+        if pair:
+            near(final[1][0].detach(), slow.final[1])
+        torch.autograd.backward(
+            (output, *final), [torch.as_tensor(d).to(dtype) for d in (dy, *(d[None] for d in dfinal))]
+        )
+        dxs, dstart = slow.backward(dy, dfinal if pair else dfinal[0])
+        near(x.grad, dxs)
+        for h, expected in zip(hx, dstart if pair else (dstart,), strict=True):
+            near(h.grad[0], expected)
         for parameter, matrices in ((net.weight_ih_l0, slow.weight_x), (net.weight_hh_l0, slow.weight_h)):
-            close(parameter.grad, torch.from_numpy(np.concatenate([slow.gradients[id(w)] for w in matrices])))
-        for modules, oracles in sides:
-            for module, each in zip(modules, oracles, strict=True):
-                close(module.weight.grad, torch.from_numpy(slow.gradients["gain", id(each)]))
-                close(module.bias.grad, torch.from_numpy(slow.gradients["bias", id(each)]))
-                if norm == "streaming":
-                    assert int(module.stats.count) == int(module.grads.count) == steps  # every call counts
-                    module.weights_updated()
-                    each.weights_updated()
+            near(parameter.grad, np.concatenate([slow.gradients[id(w)] for w in matrices]))
+        for module, each in norms:
+            near(module.weight.grad, slow.gradients["gain", id(each)])
+            near(module.bias.grad, slow.gradients["bias", id(each)])
+            if norm == "streaming":
+                assert int(module.stats.count) == int(module.grads.count) == steps  # every call counts
+                module.weights_updated()
+                each.weights_updated()
 
 
 ARGUMENTS = [
@@ -311,10 +338,11 @@ class Shapes(TorchDispatchMode):
 @pytest.mark.parametrize("steps", [3, 9])
 @pytest.mark.parametrize(("make", "groups"), [(RNN, [5]), (GRU, [10, 5]), (TORCHS_GRU, [15]), (LSTM, [20])])
 def test_products_are_taken_at_once_where_they_can_be(make, groups, steps):
+    """By the loop over timesteps."""
     net = make(3, 5)
-    with Shapes() as forward:
+    with Shapes() as forward, backends.use("plain"):
         output, _ = net(torch.randn(steps, 7, 3))
-    with Shapes() as backward:
+    with Shapes() as backward, backends.use("plain"):
         output.sum().backward()
     rows = sum(groups)
     assert forward.seen.count((steps * 7, rows)) == 1  # the input's product, all timesteps
@@ -481,13 +509,22 @@ def test_double_backward_works_in_evaluation():
 
 
 @pytest.mark.parametrize("make", [RNN, GRU, LSTM])
-def test_an_initial_state_changed_before_backward_is_noticed(make):
-    net = make(3, 4)
-    h = torch.randn(1, 2, 4)
-    loss = net(torch.randn(5, 2, 3), (h, torch.zeros(1, 2, 4)) if make is LSTM else h)[0].sum()
-    h.zero_()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+def test_an_initial_state_changed_before_backward_is_noticed_or_does_not_matter(make):
+    """It does not where a copy was taken of it."""
+    net, gradients = make(3, 4), []
+    x, h = torch.randn(5, 2, 3), torch.randn(1, 2, 4)
+    for each in (copy.deepcopy(net), net):
+        loss = each(x, (h, torch.zeros(1, 2, 4)) if make is LSTM else h)[0].sum()
+        if each is net:
+            h.zero_()
+        if each is net and make is not LSTM:
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                loss.backward()
+            return
         loss.backward()
+        gradients.append([p.grad for p in each.parameters()])
+    for a, b in zip(*gradients, strict=True):
+        assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("norm", [StreamingNorm, SampleNorm, None])

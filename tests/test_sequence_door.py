@@ -259,24 +259,25 @@ ODD = {
 
 @pytest.mark.parametrize("kind", ODD)
 @pytest.mark.parametrize("part", ["hx", "weight", "gain"])
-@pytest.mark.parametrize("make", [RNN, GRU])
+@every_layer
 def test_odd_tensors_count_by_their_values(make, part, kind):
     first, results = make(3, 5), []
     odd = ODD[kind](*{"hx": (1, 4, 5), "weight": (first.kind.gates * 5, 5), "gain": (5,)}[part])
     for value in (odd, torch.empty(odd.shape).copy_(odd)):
         net, h = copy.deepcopy(first), value if part == "hx" else None
+        h = (value, value) if make is LSTM and part == "hx" else h
         if part == "weight":
             net.weight_hh_l0 = nn.Parameter(value)
         elif part == "gain":
             net.norms_l0.h[0].weight = nn.Parameter(value)
         output, final = net(x, h)
         output.square().mean().backward()
-        results.append([output, final, net.weight_ih_l0.grad])
+        results.append([output, *(final if make is LSTM else [final]), net.weight_ih_l0.grad])
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("make", [RNN, GRU])
+@every_layer
 def test_a_bias_put_there_by_hand_counts_everywhere(make):
     net = make(3, 5).eval()
     net.bias_hh_l0 = nn.Parameter(torch.full((net.kind.gates * 5,), 5.0))

@@ -13,9 +13,21 @@ from hypothesis import strategies as st
 from test_kernels import MACHINES, Operations, _one_thread, machine, needs_kernels  # noqa: F401
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
-from streamnorm import GRU, LSTM, RNN, StreamingNorm, attach, backends, kernels
+from streamnorm import GRU, LSTM, RNN, ConvGRU, ConvRNN, StreamingNorm, attach, backends, kernels
 
-every_layer = pytest.mark.parametrize("make", [RNN, GRU])
+LSTM_WITH_CELL = partial(LSTM, cell_norm=True)
+LAYERS = {"RNN": RNN, "GRU": GRU, "LSTM": LSTM, "LSTM-cell": LSTM_WITH_CELL}
+every_layer = pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS)
+
+
+def states_of(final):
+    """What is carried from step to step: h, and c of an LSTM."""
+    return final if isinstance(final, tuple) else (final,)
+
+
+def as_given(net, states):
+    """The same as an argument of the layer."""
+    return tuple(states) if isinstance(net, LSTM) else states[0]
 
 
 def norms_of(net):
@@ -47,18 +59,19 @@ def train(net, windows, start, lengths, packed):
     dtype = next(net.parameters()).dtype
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
     attach(optimizer, net)  # norms without gain and bias have nothing in it
-    h = None if start is None else start.to(dtype, copy=True).requires_grad_()
+    start = None if start is None else [s.to(dtype, copy=True).requires_grad_() for s in start]
     for window in windows:
         found = {}
         for i, x in enumerate(window):
             x = x.to(dtype, copy=True).requires_grad_()
             given_x = pack_padded_sequence(x, lengths, enforce_sorted=False) if packed else x
-            output, final = net(given_x, h, lengths=None if packed else lengths)
-            output = output.data if packed else output
-            (output.square().mean() + final.square().mean()).backward()
-            found |= {f"output {i}": output, f"final {i}": final, f"dx {i}": x.grad}
-            found |= {} if h is None else {f"dstart {i}": h.grad}
-            h = final.detach().requires_grad_()
+            hx = None if start is None else as_given(net, start)
+            output, final = net(given_x, hx, lengths=None if packed else lengths)
+            output, final = output.data if packed else output, states_of(final)
+            (output.square().mean() + sum(s.square().mean() for s in final)).backward()
+            found |= {f"output {i}": output, f"dx {i}": x.grad} | {f"final {i} {j}": s for j, s in enumerate(final)}
+            found |= {f"dstart {i} {j}": s.grad for j, s in enumerate(start or ())}
+            start = [s.detach().requires_grad_() for s in final]
         yield found | everything(net)
         optimizer.step()
         optimizer.zero_grad()
@@ -81,8 +94,9 @@ def runs(draw):
         longest = 4
     lengths = [steps] * longest + [draw(st.integers(1, steps)) for _ in range(batch)]
     num_layers, bidirectional = draw(st.sampled_from([(1, False), (1, False), (1, True), (2, False), (2, True)]))
+    make = draw(st.sampled_from(list(LAYERS.values())))
     arguments = {
-        "nonlinearity": draw(st.sampled_from(["tanh", "relu"])),
+        **({"nonlinearity": draw(st.sampled_from(["tanh", "relu"]))} if make in (RNN, GRU) else {}),
         "num_layers": num_layers,
         "bidirectional": bidirectional,
         "norm": partial(
@@ -94,13 +108,13 @@ def runs(draw):
             affine=draw(st.integers(0, 3)) > 0,
         ),
     }
-    net = draw(st.sampled_from([RNN, GRU])), hidden, arguments
+    net = make, hidden, arguments
     form = draw(st.sampled_from(["whole", "lengths", "packed"]))
     return net, steps, draw(st.permutations(lengths)), form, draw(st.booleans()), draw(st.integers(0, 1000))
 
 
 @needs_kernels
-@settings(max_examples=50)
+@settings(max_examples=30)
 @given(run=runs(), where=st.sampled_from(MACHINES))
 def test_fused_equals_plain(run, where):
     (make, hidden, arguments), steps, lengths, form, started, seed = run
@@ -111,7 +125,8 @@ def test_fused_equals_plain(run, where):
             torch.nn.init.uniform_(parameter, 0.5, 1)
     plain, rounded, batch = copy.deepcopy(fused).double(), copy.deepcopy(fused), len(lengths)
     windows = [[torch.randn(steps, batch, 5) for _ in range(chunks)] for chunks in (2, 1, 1)]
-    start = torch.randn(fused.num_layers * (1 + fused.bidirectional), batch, hidden) if started else None
+    shape = (fused.num_layers * (1 + fused.bidirectional), batch, hidden)
+    start = [torch.randn(shape) for _ in range(fused.kind.states)] if started else None
     rest = windows, start, None if form == "whole" else lengths, form == "packed"
     with machine(*where):
         actual = list(train(fused, *rest))
@@ -138,6 +153,26 @@ def test_what_the_kernels_serve(make):
         with Operations() as seen, context(), torch.no_grad():
             net.eval()(x)
         assert ("tanh" in seen.names) == plain
+
+
+@needs_kernels
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("make", [ConvRNN, ConvGRU, partial(ConvGRU, reset_after=True)])
+def test_the_kernels_serve_every_norm_of_a_convolutional_layer(make, layout):
+    fused, x = make(3, 5), torch.randn(2, 3, 3, 4, 4)
+    plain = copy.deepcopy(fused).double()
+    fused.to(memory_format=layout)
+    assert "Of its norms: cpu serves this call" in backends.explain(fused, x.transpose(0, 1))
+    for _ in range(2):
+        with Operations() as seen:
+            output = fused(x)[0]
+            output.square().mean().backward()
+        assert "lerp" not in seen.names
+        exact = plain(x.double())[0]
+        exact.square().mean().backward()
+        same({"output": output} | everything(fused), {"output": exact} | everything(plain))
+        for norm in (*norms_of(fused), *norms_of(plain)):
+            norm.weights_updated()
 
 
 NOT_SERVED = {
@@ -188,13 +223,13 @@ def test_whatever_needs_a_gradient_gets_it(make, frozen, of_input):
     for name, parameter in fused.named_parameters():
         parameter.requires_grad_(not any(part in name for part in frozen))
     plain = copy.deepcopy(fused).double()
-    x, h = torch.randn(6, 4, 3), torch.randn(1, 4, 5)
+    x, start = torch.randn(6, 4, 3), [torch.randn(1, 4, 5) for _ in range(fused.kind.states)]
     results = []
     for net in (fused, plain):
         leaf = x.to(net.weight_ih_l0.dtype, copy=True).requires_grad_(of_input)
-        output, final = net(leaf, h.to(leaf.dtype))
+        output, final = net(leaf, as_given(net, [s.to(leaf.dtype) for s in start]))
         if output.requires_grad:
-            (output.square().mean() + final.mean()).backward()
+            (output.square().mean() + sum(s.mean() for s in states_of(final))).backward()
         gradients = {name: p.grad for name, p in [("x", leaf), *net.named_parameters()] if p.grad is not None}
         results.append({"output": output} | gradients | joined(net.state_dict().items()))
     same(*results)
@@ -202,7 +237,7 @@ def test_whatever_needs_a_gradient_gets_it(make, frozen, of_input):
 
 @needs_kernels
 @every_layer
-@pytest.mark.parametrize("only", ["output", "one step", "final"])
+@pytest.mark.parametrize("only", ["output", "one step", "final", "last of the final states"])
 def test_part_of_the_result_may_matter(make, only):
     fused = make(3, 5)
     plain = copy.deepcopy(fused).double()
@@ -210,7 +245,9 @@ def test_part_of_the_result_may_matter(make, only):
     results = []
     for net in (fused, plain):
         output, final = net(x.to(net.weight_ih_l0.dtype))
-        {"output": output, "one step": output[2], "final": final}[only].square().mean().backward()
+        final = states_of(final)
+        parts = {"output": output, "one step": output[2], "final": final[0], "last of the final states": final[-1]}
+        parts[only].square().mean().backward()
         results.append(everything(net))
     same(*results)
     assert all(int(norm.grads.count) == 6 for norm in norms_of(fused))
@@ -221,18 +258,18 @@ def test_part_of_the_result_may_matter(make, only):
 def test_one_bad_value(make):
     """A sample with a NaN spoils its own outputs, and no statistics."""
     fused = make(3, 5)
-    plain = copy.deepcopy(fused)
+    plain = copy.deepcopy(fused).double()
     for bad in (False, True, False):
         x = torch.randn(6, 4, 3)
         if bad:
             x[2, 1, 0] = torch.nan
         results = []
-        for net, context in ((fused, nullcontext()), (plain, kernels.disabled())):
+        for net in (fused, plain):
             net.zero_grad()
-            with context:
-                output, final = net(x)
-                output.square().mean().backward()
-            results.append({"output": output, "final": final} | everything(net))
+            output, final = net(x.to(net.weight_ih_l0.dtype))
+            output.square().mean().backward()
+            finals = {f"final {i}": s for i, s in enumerate(states_of(final))}
+            results.append({"output": output} | finals | everything(net))
         same(*results)
         assert torch.isfinite(output).all() != bad
         assert all(torch.isfinite(value).all() for value in fused.state_dict().values())
@@ -260,11 +297,12 @@ def test_graphs_of_training(make):
 
 
 @needs_kernels
-@pytest.mark.parametrize("nonlinearity", ["tanh", "relu"])
-@every_layer
-def test_saturated_units(make, nonlinearity):
+@pytest.mark.parametrize(
+    "make", [*LAYERS.values(), partial(RNN, nonlinearity="relu"), partial(GRU, nonlinearity="relu")]
+)
+def test_saturated_units(make):
     """Where tanh and sigmoid are at their ends, and beyond the range of exp."""
-    fused = make(3, 7, nonlinearity=nonlinearity)
+    fused = make(3, 7)
     with torch.no_grad():
         for norm in fused.norms_l0.x:
             norm.bias.copy_(torch.tensor([-200.0, -90, -20, 0, 20, 90, 200]))
@@ -305,8 +343,7 @@ def test_indices_are_one_hot_vectors(make, norm, form):
             output, state = each(x, lengths=lengths) if form == "lengths" else each(x)
             output = output.data if isinstance(output, PackedSequence) else output
             output.square().mean().backward()
-            state = state if make is LSTM else [state]
-            results.append({"output": output} | joined((f"state {i}", s) for i, s in enumerate(state)))
+            results.append({"output": output} | joined((f"state {i}", s) for i, s in enumerate(states_of(state))))
             results[-1] |= everything(each)
             for module in norms_of(each):
                 module.weights_updated()
@@ -369,7 +406,9 @@ def test_global_hooks_hear_the_norms():
     ("make", "words"),
     [
         (lambda: GRU(3, 5), "cpu serves whole sequences"),
-        (lambda: LSTM(3, 5), "A loop over timesteps serves this layer: backends have the RNN and the paper's GRU"),
+        (lambda: LSTM(3, 5), "cpu serves whole sequences"),
+        (lambda: LSTM_WITH_CELL(3, 5), "cpu serves whole sequences"),
+        (lambda: GRU(3, 5, reset_after=True), "A loop over timesteps serves this layer: backends have the RNN, the"),
         (lambda: GRU(3, 5, norm=None), "it has no norms"),
         (lambda: GRU(3, 5, batch_first=True).eval(), "evaluation can be differentiated twice. Of its norms: This call"),
         (lambda: GRU(3, 5, norm=lambda size, **kw: StreamingNorm(size, p=3, **kw)), "p = 1 or 2. Of its norms: plain"),
@@ -382,3 +421,20 @@ def test_what_serves_a_sequence_is_explained(make, words):
     before = [value.clone() for value in layer.state_dict().values()]
     assert words in backends.explain(layer, torch.randn(7, 4, 3))
     assert all(torch.equal(a, b) for a, b in zip(before, layer.state_dict().values(), strict=True))
+
+
+@needs_kernels
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("read", ["output", "h", "c"])
+def test_gates_that_the_loss_does_not_reach(frozen, read):
+    """Whatever is read of an LSTM, H2 gets what the loop over timesteps gives it: not one gradient more."""
+    layer, x, found = LSTM(3, 4), torch.randn(5, 2, 3), []
+    layer.weight_hh_l0.requires_grad_(not frozen)
+    for name in ("cpu", "plain"):
+        each = copy.deepcopy(layer)
+        with backends.use(name):
+            output, (h, c) = each(x)
+            {"output": output[1], "h": h, "c": c}[read].square().sum().backward()
+        found.append(each.state_dict())
+    for name, value in found[0].items():
+        assert torch.allclose(value.double(), found[1][name].double(), rtol=1e-4, atol=1e-4), name

@@ -45,6 +45,7 @@ WITHOUT = {
         "test_identities.py::test_instance_norm",
         "test_identities.py::test_memory_format_is_kept",
     ],
+    "backends.triton": CALLS,
     "lab": ["test_contract.py", "test_optim.py", "test_encoders.py"],
 }
 

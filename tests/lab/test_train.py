@@ -203,6 +203,16 @@ def test_an_address_is_made_of_all_settings():
     assert len({run.address("data"), *changed}) == 1 + len(changed)
 
 
+def test_the_address_of_a_run_on_the_cpu_does_not_tell_of_it():
+    """Results from before there were other devices are found by it; which device of a type is told by none."""
+    run = Run("A", Norm("batch"))
+    assert run.address("data") == "9a64f2512d40e680"
+    assert "device" not in run.settings()
+    first, second = (replace(run, device=name) for name in ("cuda", "cuda:1"))
+    assert first.address("data") == second.address("data") != run.address("data")
+    assert first.settings()["device"] == second.settings()["device"] == "cuda"
+
+
 def test_presets_keep_what_is_promised():
     for figure in FIGURES.values():
         for curve in figure.curves:
