@@ -38,7 +38,7 @@ lint: $(VENV)/.ready
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
 
-bench: $(VENV)/.ready  ## what everything costs against torch.nn, about six minutes; writes benchmarks/results
+bench: $(VENV)/.ready  ## what everything costs against torch.nn, about eight minutes; writes benchmarks/results
 	MALLOC_MMAP_THRESHOLD_=268435456 MALLOC_TRIM_THRESHOLD_=536870912 $(RUN) benchmarks/bench.py
 
 clean:

@@ -1,6 +1,6 @@
 """What streamnorm costs: time against other norms, memory, and growth with the size of the input.
 
-    python benchmarks/bench.py [--rounds 5] [--only layers]     all of it takes about six minutes
+    python benchmarks/bench.py [--rounds 5] [--only layers]     all of it takes about eight minutes
 
 The contenders of a case run interleaved in one process, in many short rounds. The ratio ours / theirs is taken per
 round; the table has its median and quartiles, and the median time of one call on each side. Fewer rounds also shorten
@@ -13,7 +13,7 @@ import json
 import os
 import platform
 import sys
-import time
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -22,20 +22,22 @@ from cases import CASES, OURS, fused
 from torch.profiler import ProfilerActivity, profile
 
 import streamnorm
-from streamnorm import StreamingNorm
+from streamnorm.lab.devices import called, find, synchronize
+from streamnorm.lab.errors import DeviceError
+from streamnorm.lab.race import race, settled
 from streamnorm.lab.store import write_text
 
 # Otherwise glibc hands large tensors back to the system after every call, and page faults are what is timed.
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "268435456", "MALLOC_TRIM_THRESHOLD_": "536870912"}
 ROUND_SECONDS = 0.2  # of all contenders together; slow ones run one call each, in twice the time, in fewer rounds
 WARMUP_SECONDS = 0.025  # at most, before and after the first update, for each round asked for
-FEWEST_ROUNDS = 3
 QUARTILES = torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)
 
 
-def machine():
+def machine(device):
     return {
-        "cpu": cpu_model(),
+        "cpu": called(torch.device("cpu")),
+        "device": f"{device}: {called(device)}",
         "cores": os.cpu_count(),
         "load": os.getloadavg()[0],
         "system": f"{platform.system()} {platform.machine()}",
@@ -48,44 +50,15 @@ def machine():
     }
 
 
-def cpu_model():
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(named, platform.processor() or platform.machine())
-
-
-def seconds_of(call, calls):
-    start = time.perf_counter()
-    for _ in range(calls):
-        call()
-    return (time.perf_counter() - start) / calls
-
-
-def repeat(call, calls, seconds):
-    """At least one call, and no more than fit into the time; the seconds of the fastest."""
-    end, times = time.perf_counter() + seconds, []
-    while not times or (len(times) < calls and time.perf_counter() < end):
-        times.append(seconds_of(call, 1))
-    return min(times)
-
-
-def settle(run, more, seconds):
-    """Past the first weight update, and past the warm-up of the streaming norms if the time allows."""
-    repeat(run.call, 10, seconds)
-    for layer in () if run.module is None else run.module.modules():
-        if isinstance(layer, StreamingNorm):
-            layer.weights_updated()
-    return repeat(run.call, more, seconds)
-
-
-def prepare(case, rounds):
+def prepare(case, rounds, device):
     """Each contender, settled, and the seconds of its fastest call; None in place of one that cannot run."""
     ready = {}
     for name, make in case.contenders().items():
         try:
-            run = make()
-            ready[name] = run, settle(run, case.more, rounds * WARMUP_SECONDS)
+            with device:  # where the contenders make their tensors
+                run = make()
+            spent = settled(run.call, run.module, case.more, rounds * WARMUP_SECONDS, partial(synchronize, device))
+            ready[name] = run.call, spent
         except ValueError:
             if name == OURS or case.kind == "growth":
                 raise
@@ -93,23 +66,11 @@ def prepare(case, rounds):
     return ready
 
 
-def race(ready, rounds):
-    """Seconds per call, one entry per round, for each contender."""
-    share = ROUND_SECONDS / len(ready)
-    calls = {name: max(1, int(share / seconds)) for name, (_, seconds) in ready.items()}
-    times = {name: [] for name in ready}
-    end = time.perf_counter() + 2 * rounds * ROUND_SECONDS
-    for i in range(rounds):
-        if i >= FEWEST_ROUNDS and time.perf_counter() > end:
-            break
-        for name in list(ready) if i % 2 else reversed(ready):  # nobody always follows the same neighbour
-            times[name].append(seconds_of(ready[name][0].call, calls[name]))
-    return {name: torch.tensor(each, dtype=torch.float64) for name, each in times.items()}
-
-
-def time_rows(case, rounds):
-    ready = prepare(case, rounds)
-    times = race({name: run for name, run in ready.items() if run}, rounds)
+def time_rows(case, rounds, device):
+    ready = prepare(case, rounds, device)
+    running = {name: run for name, run in ready.items() if run}
+    raced = race(running, rounds, ROUND_SECONDS, partial(synchronize, device))
+    times = {name: torch.tensor(each, dtype=torch.float64) for name, each in raced.items()}
     ms = {name: 1e3 * float(each.quantile(0.5)) for name, each in times.items()}
     first = next(iter(ready))
     for name in ready:
@@ -180,11 +141,11 @@ def allocations(function):
     return peak, now, result
 
 
-def measure(case, threads, rounds):
+def measure(case, threads, rounds, device):
     torch.manual_seed(0)
     torch.set_num_threads(threads)
     gc.collect()
-    rows = memory_rows(case) if case.kind == "memory" else time_rows(case, rounds)
+    rows = memory_rows(case) if case.kind == "memory" else time_rows(case, rounds, device)
     return [{**each, "threads": threads} for each in rows]
 
 
@@ -257,23 +218,31 @@ def arguments():
     parser.add_argument("--rounds", type=int, default=20, help="rounds per case (default 20)")
     parser.add_argument("--only", default="", metavar="PREFIX", help="cases that begin so, such as layers or growth/b")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder for the results")
+    parser.add_argument("--device", default="cpu", help="where to measure, such as cuda (default cpu)")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="thread counts (default 1 2)")
     chosen = parser.parse_args()
     if min(chosen.rounds, *chosen.threads) < 1:
         parser.error("--rounds and --threads must be at least 1")
     if not any(case.name.startswith(chosen.only) for case in CASES):
         parser.error(f"no case begins with {chosen.only!r}; there are {', '.join(case.name for case in CASES)}")
+    try:
+        chosen.device = find(chosen.device)
+    except DeviceError as error:
+        parser.error(str(error))
     return chosen
 
 
 def main():
     chosen = arguments()
-    jobs = [(case, n) for case in CASES if case.name.startswith(chosen.only) for n in chosen.threads]
+    here = chosen.device.type == "cpu"
+    # Memory is counted by the allocator of the CPU, and the lab has runs of its own.
+    cases = [case for case in CASES if here or (case.kind != "memory" and not case.name.startswith("lab"))]
+    jobs = [(case, n) for case in cases if case.name.startswith(chosen.only) for n in chosen.threads]
     settings = {"rounds": chosen.rounds, "threads": chosen.threads, "only": chosen.only}
-    results = {"machine": machine(), "settings": settings, "complete": False, "rows": []}
+    results = {"machine": machine(chosen.device), "settings": settings, "complete": False, "rows": []}
     try:
         for case, threads in progress(jobs):
-            results["rows"] += measure(case, threads, chosen.rounds)
+            results["rows"] += measure(case, threads, chosen.rounds, chosen.device)
             write_text(chosen.out / "results.json", json.dumps(results, indent=1))
         results["complete"] = True
     except KeyboardInterrupt:

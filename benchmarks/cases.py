@@ -8,7 +8,7 @@ from typing import NamedTuple
 import loop
 import torch
 import torch.nn.functional as F
-from nets import LayerNormGRU, LayerNormRNN, NetB
+from nets import GroupNormOfSteps, LayerNormGRU, LayerNormLSTM, LayerNormRNN, NetB
 from torch import nn
 
 import streamnorm
@@ -139,9 +139,9 @@ class InstanceNorm(nn.Module):
         return F.instance_norm(x, weight=self.weight, bias=self.bias)
 
 
-def tensors(shape, layout=torch.contiguous_format):
+def tensors(shape, layout=torch.contiguous_format, dtype=torch.float32):
     """A leaf that wants its gradient, and the gradient of the output."""
-    x, dy = (torch.randn(shape).to(memory_format=layout) for _ in range(2))
+    x, dy = (torch.randn(shape).to(dtype, memory_format=layout) for _ in range(2))
     return x.requires_grad_(), dy
 
 
@@ -161,6 +161,19 @@ def beside(make, names, shape, layout=torch.contiguous_format):
     return {**runs, COPY: lambda: copy_triad(x, dy)} if COPY in names else runs
 
 
+def half_precision(shape, layout=torch.contiguous_format):
+    """In bfloat16, with parameters in float32, as under autocast, and cast as a whole."""
+    x, dy = tensors(shape, layout, torch.bfloat16)
+    channels = shape[1]
+    return {
+        OURS: lambda: forward_backward(StreamingNorm(channels), x, dy),
+        "nn.BatchNorm2d": lambda: forward_backward(nn.BatchNorm2d(channels), x, dy),
+        "nn.BatchNorm2d, cast": lambda: forward_backward(nn.BatchNorm2d(channels).bfloat16(), x, dy),
+        "ours, cast": lambda: forward_backward(StreamingNorm(channels).bfloat16(), x, dy),
+        COPY: lambda: copy_triad(x, dy),
+    }
+
+
 def layer_cases():
     images = ("nn.BatchNorm2d", "nn.LayerNorm", "nn.GroupNorm", "F.instance_norm", COPY)
     vectors = ("nn.BatchNorm1d", "nn.LayerNorm", COPY, EMPTY)
@@ -178,6 +191,10 @@ def layer_cases():
     for name, settings in {"p=1": {"p": 1}, "center=mean": {"center": "mean"}}.items():
         ours = partial(StreamingNorm, **settings)
         yield Case(f"layers/32x64x32x32-{name}", partial(beside, ours, ["nn.BatchNorm2d"], (32, 64, 32, 32)))
+    half = {"nn.BatchNorm2d": 1.0, "nn.BatchNorm2d, cast": 1.0}
+    yield Case("layers/32x64x32x32-bfloat16", partial(half_precision, (32, 64, 32, 32)), half)
+    last = partial(half_precision, (32, 64, 32, 32), torch.channels_last)
+    yield Case("layers/32x64x32x32-bfloat16-channels_last", last, half)
     if fused():
         for shape in ((32, 64, 32, 32), (64, 128, 16, 16)):
             yield Case("kernels/" + "x".join(map(str, shape)), partial(kernels_alone, shape), {COPY: 2.3})
@@ -229,6 +246,18 @@ def characters():
     }
 
 
+def videos():
+    x, dy = torch.randn(8, 10, 16, 16, 16, requires_grad=True), torch.randn(8, 10, 32, 16, 16)
+    norms = {OURS: StreamingNorm, "nn.GroupNorm": GroupNormOfSteps, "no norm": None}
+    runs = {
+        name: lambda norm=norm: forward_backward(streamnorm.ConvGRU(16, 32, norm=norm), x, dy)
+        for name, norm in norms.items()
+    }
+    if fused():
+        runs["our plain path"] = lambda: plain_path(runs[OURS]())
+    return runs
+
+
 def kernels_alone(shape):
     """The kernels by themselves, between tensors that are there already."""
     from streamnorm.backends.cpu import binding
@@ -237,14 +266,15 @@ def kernels_alone(shape):
     layer(x)
     prepared = layer.__dict__["_known"].plan.prepared
     x, y, dx = x.detach(), torch.empty(shape), torch.empty(shape)
-    dgain, dbias, kept = *torch.empty(2, shape[1]), torch.empty(prepared.kept_size)
+    dgain, dbias, kept = *torch.empty(2, shape[1]), prepared.new_kept()
     gain, bias = layer.weight, layer.bias
 
     def call():
-        fixed = *prepared.layout, torch.get_num_threads(), *(t.data_ptr() for t in (x, gain, bias, kept))
-        binding.layer_forward(prepared.settings, prepared.h1_record, *fixed, len(x), True, y.data_ptr())
+        of, fixed = (prepared.element, prepared.settings), (*prepared.layout, torch.get_num_threads())
+        fixed += tuple(t.data_ptr() for t in (x, gain, bias, kept))
+        binding.layer_forward(*of, prepared.h1_record, *fixed, len(x), True, y.data_ptr())
         out = (t.data_ptr() for t in (dx, dgain, dbias))
-        binding.layer_backward(prepared.settings, prepared.looked.h2_record, *fixed, dy.data_ptr(), 1.0, *out)
+        binding.layer_backward(*of, prepared.looked.h2_record, *fixed, dy.data_ptr(), 1.0, *out)
 
     return {OURS: lambda: Run(call), COPY: lambda: copy_triad(x, dy)}
 
@@ -351,10 +381,12 @@ def growth_cases():
 CASES = [
     *layer_cases(),
     Case("net_b/batch32", net_b, {"nn.BatchNorm2d": 1.0}),
-    Case("compiled/net_b", net_b_compiled),
+    Case("compiled/net_b", net_b_compiled, {"nn.BatchNorm2d, compiled": 1.05, "ours, not compiled": 1.0}),
     Case("recurrent/RNN", partial(recurrent, "RNN", LayerNormRNN)),
     Case("recurrent/GRU", partial(recurrent, "GRU", LayerNormGRU), {"torch.nn.GRU": 0.5, "LayerNorm loop": 0.2}),
     Case("recurrent/GRU-one_hot", characters, {"torch.nn.GRU": 0.5}),
+    Case("recurrent/LSTM", partial(recurrent, "LSTM", LayerNormLSTM), {"torch.nn.LSTM": 0.6}),
+    Case("recurrent/ConvGRU", videos),
     Case("net_a/batch1", net_a, {"nn.LayerNorm": 1.15}, more=300),
     Case("agent/eval", partial(agent, "eval"), more=30),
     Case("agent/paused", partial(agent, "paused"), more=30),

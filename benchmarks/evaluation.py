@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from tables import measure_or_show
 from torch import Tensor, nn
 
 from streamnorm.lab.data import Images, load_images
 from streamnorm.lab.models import build
 from streamnorm.lab.runs import Norm, Run
-from streamnorm.lab.store import read_json, write_json
 
 MEMORIES = (0, 16, 64, 256)
 # Samples per batch, batches per update, learning rate.
@@ -96,17 +96,9 @@ def main() -> None:
     parser.add_argument("--data-dir", type=Path, help="where CIFAR-10 is")
     parser.add_argument("--size", type=int, default=6000, help="images that are trained on")
     parser.add_argument("--looks", type=int, default=10, help="tests of a training")
-    parser.add_argument("--out", type=Path, help="where to write the numbers")
-    parser.add_argument("--table", type=Path, help="show numbers that were written")
-    chosen = parser.parse_args()
-    if chosen.table:
-        print(table(read_json(chosen.table)))
-        return
-    torch.set_num_threads(1)
-    result = measured(load_images(chosen.data, chosen.data_dir), chosen.size, chosen.looks)
-    if chosen.out:
-        write_json(chosen.out, result)
-    print(table(result))
+    measure_or_show(
+        parser, lambda chosen: measured(load_images(chosen.data, chosen.data_dir), chosen.size, chosen.looks), table
+    )
 
 
 if __name__ == "__main__":

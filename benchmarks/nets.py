@@ -67,6 +67,37 @@ class LayerNormGRU(nn.Module):
         return torch.stack(outputs)
 
 
+class LayerNormLSTM(nn.Module):
+    """The equations of `streamnorm.LSTM` with layer norms."""
+
+    def __init__(self, size, hidden, ahead=False):
+        super().__init__()
+        self.of_x, self.of_h = nn.Linear(size, 4 * hidden, bias=False), nn.Linear(hidden, 4 * hidden, bias=False)
+        self.norms_x, self.norms_h = (nn.ModuleList(nn.LayerNorm(hidden) for _ in range(4)) for _ in range(2))
+        self.ahead = ahead
+
+    def forward(self, x):
+        h, outputs = x.new_zeros(x.shape[1], self.of_h.in_features), []
+        c = h
+        for of_x in normalized(self.norms_x, self.of_x(x).chunk(4, -1), self.ahead):
+            of_h = (norm(product) for norm, product in zip(self.norms_h, self.of_h(h).chunk(4, -1), strict=True))
+            i, f, g, o = (a + b for a, b in zip(of_x, of_h, strict=True))
+            c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
+            h = torch.sigmoid(o) * torch.tanh(c)
+            outputs.append(h)
+        return torch.stack(outputs)
+
+
+class GroupNormOfSteps(nn.GroupNorm):
+    """A group norm as recurrent layers of streamnorm call it."""
+
+    def __init__(self, channels, **factory):
+        super().__init__(8, channels, **factory)
+
+    def forward(self, x, mask=None, step=0):
+        return super().forward(x)
+
+
 def normalized(norms, gates, ahead):
     """The normalized products of the input, timestep by timestep, a list with one for each gate."""
     if ahead:

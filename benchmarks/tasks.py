@@ -9,16 +9,15 @@ each norm. Numbers are accuracies in % over all tasks, then over the last five: 
 """
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from tables import measure_or_show
 from torch import Tensor, nn
 
 from streamnorm import SampleNorm, StreamingNorm
 from streamnorm.lab.results import mean_and_error
-from streamnorm.lab.store import read_json, write_json
 
 NORMS = {"layer norm": SampleNorm, "streaming": StreamingNorm}
 KINDS = {"labels": 10, "pixels": 64}
@@ -86,17 +85,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--tasks", type=int, default=20)
     parser.add_argument("--samples", type=int, default=1000, help="of a task")
-    parser.add_argument("--out", type=Path, help="where to write the numbers")
-    parser.add_argument("--table", type=Path, help="show numbers that were written")
-    chosen = parser.parse_args()
-    if chosen.table:
-        print(table(read_json(chosen.table)))
-        return
-    torch.set_num_threads(1)
-    result = measured(chosen.seeds, chosen.tasks, chosen.samples)
-    if chosen.out:
-        write_json(chosen.out, result)
-    print(table(result))
+    measure_or_show(parser, lambda chosen: measured(chosen.seeds, chosen.tasks, chosen.samples), table)
 
 
 if __name__ == "__main__":

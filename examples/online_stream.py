@@ -10,8 +10,6 @@ What is compared and what came of it is in docs/streams.md, whose tables and fig
 
 import argparse
 import json
-import os
-import re
 import shlex
 import sys
 import time
@@ -21,6 +19,7 @@ from pathlib import Path
 from statistics import fmean, median, stdev
 
 import torch
+from pages import atomically, put
 from torch import nn
 
 from streamnorm import SampleNorm, StreamingNorm
@@ -233,16 +232,6 @@ def filled(text, results):
     return put(text, {"command": command_of(results)} | tables)
 
 
-def put(text, blocks):
-    """A page with blocks between their marks: <!-- name --> and <!-- /name -->."""
-    for name, block in blocks.items():
-        pattern = rf"(?s)(<!-- {name} -->\n).*?(<!-- /{name} -->)"
-        text, found = re.subn(pattern, lambda marks, block=block: f"{marks[1]}\n{block}\n\n{marks[2]}", text)
-        if not found:
-            raise SystemExit(f"the page has no place for {name}: <!-- {name} --> and <!-- /{name} -->")
-    return text
-
-
 def draw(results, path):
     matplotlib.use("Agg")
     matplotlib.rcParams["svg.hashsalt"] = "streams"  # the same file from the same results
@@ -265,12 +254,6 @@ def draw(results, path):
             panel.set(ylabel=f"mean absolute error, last {WINDOW}", ylim=(0, 3 * usual))
     figure.legend(*panels[0, 0].get_legend_handles_labels(), ncols=2, loc="outside lower center", fontsize="small")
     figure.savefig(path, format="svg", metadata={"Date": None})
-
-
-def atomically(write, path):
-    part = path.with_name(f"{path.name}.part")
-    write(part)
-    os.replace(part, path)  # whole or not at all
 
 
 def main():

@@ -25,17 +25,16 @@ import torch
 from online_stream import (  # which says what to install where river is missing
     HIDDEN,
     STREAMS,
-    atomically,
     command_of,
     number,
     preprocessing,
     prequential,
-    put,
     river,
     score,
     stats,
     tqdm,
 )
+from pages import atomically, put
 from torch import nn
 
 import streamnorm

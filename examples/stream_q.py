@@ -14,7 +14,6 @@ A run that has finished is kept in the folder and not run again.
 
 import argparse
 import json
-import os
 import random
 import re
 import shlex
@@ -30,6 +29,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from pages import atomically, put
 from torch import nn
 
 import streamnorm
@@ -278,15 +278,10 @@ def table(world):
 
 
 def filled(text, results):
-    """A page with the results between its marks: <!-- name --> and <!-- /name -->."""
+    """A page with the results."""
     words = f"{results['seeds']} seeds, {results['versions']}, {results['seconds'] / 60:.0f} minutes in one thread:"
     blocks = {"agents": f"{words}\n\n```sh\n{results['command']}\n```"}
-    for name, block in (blocks | {name: table(world) for name, world in results["worlds"].items()}).items():
-        pattern = rf"(?s)(<!-- {name} -->\n).*?(<!-- /{name} -->)"
-        text, found = re.subn(pattern, lambda marks, block=block: f"{marks[1]}\n{block}\n\n{marks[2]}", text)
-        if not found:
-            raise SystemExit(f"the page has no place for {name}: <!-- {name} --> and <!-- /{name} -->")
-    return text
+    return put(text, blocks | {name: table(world) for name, world in results["worlds"].items()})
 
 
 def draw(results, path):
@@ -309,12 +304,6 @@ def draw(results, path):
     most = max(panels.flat, key=lambda panel: len(panel.lines))
     figure.legend(*most.get_legend_handles_labels(), ncols=2, loc="outside lower center", fontsize="small")
     figure.savefig(path, format="svg", metadata={"Date": None})
-
-
-def atomically(write, path):
-    part = path.with_name(f"{path.name}.part")
-    write(part)
-    os.replace(part, path)  # whole or not at all
 
 
 def main():
