@@ -62,7 +62,8 @@ struct Rnn {
     }
     void backward(const Step& step, const float* h, Carried d) const {
         const int64_t n = step.rows * pass.hidden;
-        through_nonlinearity(pass.seq, n, d.h, pass.seq.inner + step.row * pass.hidden, da);
+        std::copy(d.h, d.h + n, da);
+        through_nonlinearity(pass.seq, n, pass.seq.inner + step.row * pass.hidden, da);
         gate_backward(pass, 0, step, da);
         factor.backward(step, h, d.h, false);
     }
@@ -106,7 +107,7 @@ struct Gru {
         const Inner in(pass, step);
         const int64_t n = step.rows * pass.hidden;
         through_mixture(n, in, h, d.h);
-        through_nonlinearity(pass.seq, n, da, in.fresh, da);
+        through_nonlinearity(pass.seq, n, in.fresh, da);
         gate_backward(pass, 2, step, da);
         gate_backward(pass, 1, step, db);
         fresh.backward(step, in.reset, dreset, false);
@@ -186,7 +187,7 @@ struct Lstm {
         const Inner in(pass, step);
         const int64_t n = step.rows * pass.hidden;
         through_output(n, in, d.h);
-        through_nonlinearity(pass.seq, n, da[0], in.s, da[0]);
+        through_nonlinearity(pass.seq, n, in.s, da[0]);
         float* to_c = da[pass.seq.cell_norm ? 1 : 0];
         if (pass.seq.cell_norm)
             norm_backward(pass, pass.cell_norm(), step, in.c, pass.hidden, da[0], to_c, pass.hidden);
@@ -194,7 +195,7 @@ struct Lstm {
         each_part(step, in, [&](int64_t first, int64_t last, const float* before) {
             through_cell(first, last, in, before, d.c);
         });
-        through_nonlinearity(pass.seq, n, da[2], in.g, da[2]);
+        through_nonlinearity(pass.seq, n, in.g, da[2]);
         for (int64_t gate = 0; gate < 4; gate++) gate_backward(pass, gate, step, da[gate]);
         factor.backward(step, h, d.h, false);
     }

@@ -2,7 +2,7 @@
 #pragma once
 
 typedef float Lanes __attribute__((vector_size(32)));
-typedef int32_t Bits __attribute__((vector_size(32)));
+typedef float Half __attribute__((vector_size(16)));
 
 inline float from_bits(uint32_t bits) {
     float value;

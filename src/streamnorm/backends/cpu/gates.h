@@ -98,7 +98,8 @@ inline void gate_forward(const Pass& pass, int64_t gate, const Step& step, float
 
 // out = f(N(c)) for a cell state; f(c) without a norm on it.
 template <class Activation>
-inline void squash(const Pass& pass, const Step& step, const float* c, float* out, const Activation& f) {
+inline void squash(const Pass& pass, const Step& step, const float* __restrict c, float* __restrict out,
+                   const Activation& f) {
     const int64_t hidden = pass.hidden, n = step.rows * hidden;
     if (!pass.seq.cell_norm) {
         for (int64_t i = 0; i < n; i++) out[i] = f(c[i]);
@@ -137,10 +138,10 @@ inline void gate_backward(const Pass& pass, int64_t gate, const Step& step, cons
                   pass.drecurrent + gate * pass.hidden, stride);
 }
 
-// da of a new state: f is tanh or relu, and known by its value.
-inline void through_nonlinearity(const Sequence& seq, int64_t n, const float* dy, const float* y, float* da) {
+// From the gradient of y = f(a) to that of a, in place: f is tanh or relu, and known by its value.
+inline void through_nonlinearity(const Sequence& seq, int64_t n, const float* __restrict y, float* __restrict d) {
     if (seq.relu)
-        for (int64_t i = 0; i < n; i++) da[i] = y[i] <= 0 ? 0.0f : dy[i];
+        for (int64_t i = 0; i < n; i++) d[i] = y[i] <= 0 ? 0.0f : d[i];
     else
-        for (int64_t i = 0; i < n; i++) da[i] = dy[i] * (1 - y[i] * y[i]);
+        for (int64_t i = 0; i < n; i++) d[i] *= 1 - y[i] * y[i];
 }

@@ -1,5 +1,5 @@
 // Small matrix products for the steps of a recurrence. One factor is a weight, packed once per sequence into panels of
-// 16 columns; tiles of 4 rows by 16 columns stay in registers.
+// 16 columns; tiles of up to 6 rows by 16 columns stay in registers.
 #pragma once
 
 const int64_t PANEL = 16;
@@ -45,16 +45,23 @@ inline void tile(int64_t inner, const float* a, Strides by, const float* panel, 
     }
 }
 
+// As many rows as go into tiles of so many, from `done` on; returns where they end.
+template <int ROWS>
+inline int64_t tiles(int64_t done, int64_t rows, int64_t inner, const float* a, Strides by, const float* panel,
+                     float* c, int64_t c_stride, int64_t columns, bool add) {
+    for (; done + ROWS <= rows; done += ROWS)
+        tile<ROWS>(inner, a + done * by.row, by, panel, c + done * c_stride, c_stride, columns, add);
+    return done;
+}
+
 // c (+)= a b with a (rows, inner), as its strides say, and b packed.
 inline void multiply(int64_t rows, int64_t inner, int64_t columns, const float* a, Strides by,
                      const float* packed, float* c, int64_t c_stride, bool add) {
     for (int64_t first = 0; first < columns; first += PANEL) {
         const float* panel = packed + first * inner;
         const int64_t width = std::min(PANEL, columns - first);
-        int64_t i = 0;
-        for (; i + 4 <= rows; i += 4)
-            tile<4>(inner, a + i * by.row, by, panel, c + i * c_stride + first, c_stride, width, add);
-        for (; i < rows; i++)
-            tile<1>(inner, a + i * by.row, by, panel, c + i * c_stride + first, c_stride, width, add);
+        int64_t done = tiles<6>(0, rows, inner, a, by, panel, c + first, c_stride, width, add);
+        done = tiles<2>(done, rows, inner, a, by, panel, c + first, c_stride, width, add);
+        tiles<1>(done, rows, inner, a, by, panel, c + first, c_stride, width, add);
     }
 }

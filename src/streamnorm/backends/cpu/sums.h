@@ -3,12 +3,16 @@
 #pragma once
 
 inline float absolute(float v) { return std::fabs(v); }
-inline Lanes absolute(Lanes v) { return (Lanes)((Bits)v & 0x7fffffff); }
+template <class V>
+inline V absolute(V v) {
+    return (V)((decltype(v > v))v & 0x7fffffff);
+}
 
 inline float sign(float v) { return (float)(v > 0) - (float)(v < 0); }  // 0 for NaN, as torch has it
-inline Lanes sign(Lanes v) {
-    const Bits one = (Bits)(Lanes{} + 1.0f);
-    return (Lanes)((v > 0) & one) - (Lanes)((v < 0) & one);
+template <class V>
+inline V sign(V v) {
+    const auto one = (decltype(v > v))(V{} + 1.0f);
+    return (V)((v > 0) & one) - (V)((v < 0) & one);
 }
 
 template <class V>
@@ -58,7 +62,7 @@ struct RunSums {
 
 // Down the columns of a block of rows: `term(row, column, sums)` adds what the element (or eight from it on) contributes.
 // Columns are taken in chunks, rows in blocks that stay in the nearest cache while the tiles of a chunk pass over them;
-// sums are in float32 for 128 rows, then in float64. `columns` beyond the last whole eight are taken one by one.
+// sums are in float32 for 128 rows, then in float64. Columns beyond the last whole eight are taken by four and one by one.
 const int64_t CHUNK = 512, ROWS_IN_FLOAT = 128;
 
 template <class V, int VECTORS, int SUMS, class Term>
@@ -87,6 +91,7 @@ inline void sum_columns(int64_t first_row, int64_t last_row, int64_t columns, do
                 for (; j + 32 <= width; j += 32)
                     sum_tile<Lanes, 4, SUMS>(begin, end, left + j, partial + j, term);
                 for (; j + 8 <= width; j += 8) sum_tile<Lanes, 1, SUMS>(begin, end, left + j, partial + j, term);
+                for (; j + 4 <= width; j += 4) sum_tile<Half, 1, SUMS>(begin, end, left + j, partial + j, term);
                 for (; j < width; j++) sum_tile<float, 1, SUMS>(begin, end, left + j, partial + j, term);
             }
             for (int s = 0; s < SUMS; s++)
