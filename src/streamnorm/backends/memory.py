@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+CPU = torch.device("cpu")
 ORDINARY = (Tensor, Parameter)
 
 
@@ -16,10 +17,10 @@ def is_ordinary(tensor: Tensor) -> bool:
     return type(tensor) in ORDINARY and not tensor.is_nested and not tensor.is_neg() and not tensor.is_meta
 
 
-def is_plain(tensor: Tensor, dtype: torch.dtype) -> bool:
-    """Whether a tensor is what its address says: of this type, on the CPU, in memory, with nothing to be done yet."""
+def is_plain(tensor: Tensor, dtype: torch.dtype, device: torch.device = CPU) -> bool:
+    """Whether a tensor is what its address says: of this type, on this device, in memory, with nothing to be done."""
     plain_type = tensor.dtype == dtype and type(tensor) in ORDINARY
-    if not plain_type or not tensor.is_cpu or tensor.is_nested or tensor.is_neg():
+    if not plain_type or tensor.device != device or tensor.is_nested or tensor.is_neg():
         return False
     return tensor.data_ptr() != tensor.storage_offset() * tensor.element_size()  # the memory does not begin at 0
 
@@ -49,7 +50,9 @@ def layout_of(x: Tensor) -> str:
 def require_memory(*tensors: Tensor | None) -> None:
     """For a backward pass: what was saved, or comes in, may have been freed or resized meanwhile."""
     for tensor in tensors:
-        if tensor is None or type(tensor) not in ORDINARY or not tensor.is_cpu or tensor.layout != torch.strided:
+        if tensor is None or type(tensor) not in ORDINARY or tensor.layout != torch.strided:
+            continue
+        if not (tensor.is_cpu or tensor.is_cuda):
             continue
         if not has_memory(tensor):
             raise RuntimeError(
@@ -59,9 +62,13 @@ def require_memory(*tensors: Tensor | None) -> None:
 
 
 def as_laid_out(
-    tensor: Tensor, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype = torch.float32
+    tensor: Tensor,
+    shape: Sequence[int],
+    strides: Sequence[int],
+    dtype: torch.dtype = torch.float32,
+    device: torch.device = CPU,
 ) -> Tensor:
-    """The tensor, or a copy of it that has this type and these strides, as kernels will read it.
+    """The tensor, or a copy of it that has this type and these strides on this device, as kernels will read it.
 
     Where it comes from, a hook on saved tensors or a backward pass, it may be anything but of another shape.
     """
@@ -71,9 +78,9 @@ def as_laid_out(
             "move what it packs, but has to give it back in its shape"
         )
     require_memory(tensor)
-    if tensor.stride() == strides and is_plain(tensor, dtype):
+    if tensor.stride() == strides and is_plain(tensor, dtype, device):
         return tensor
-    result = torch.empty_strided(shape, strides, dtype=dtype)
+    result = torch.empty_strided(shape, strides, dtype=dtype, device=device)
     result.copy_(tensor)
     return result
 

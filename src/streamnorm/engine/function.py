@@ -127,7 +127,7 @@ class RunSequence(torch.autograd.Function):
     ) -> Any:
         output, final, saved = backend.forward(call, products, start, weight, affine, states)
         ctx.call, ctx.backend, ctx.states, ctx.receivers = call, backend, states, receivers
-        ctx.laid_out = [(tensor.shape, tensor.stride()) for tensor in saved]
+        ctx.laid_out = [(tensor.shape, tensor.stride(), tensor.dtype, tensor.device) for tensor in saved]
         ctx.save_for_backward(*saved, *affine)
         return output, final
 
