@@ -149,11 +149,11 @@ class Calls(Stateful):
     def _look(self, runner: Any) -> Any:
         """The state as a backend for whole sequences has looked at it; None if it cannot write into it."""
         state, known = self._own(), self.__dict__.get("_looked")
-        if known is not None and known[0] is state and runner.still(known[1]):
-            return known[1]
+        if known is not None and known[0] is state and known[1] is runner and runner.still(known[2]):
+            return known[2]
         looked = runner.look(state, self.num_features)
         if looked is not None:
-            self.__dict__["_looked"] = state, looked
+            self.__dict__["_looked"] = state, runner, looked
         return looked
 
     def _begin_sequence(self, runner: Any) -> tuple[Any, Callable[[], H2]]:

@@ -161,7 +161,7 @@ def served(
     call = backends.Sequence(*kind, tuple(sizes), norms[0].config)
     affine = [norm.weight for norm in norms] + [norm.bias for norm in norms]
     tensors = products, torch.stack(start) if len(start) > 1 else start[0], gates.weight
-    why = "no backend has whole sequences"
+    why: dict[str, str] = {}
     for backend in backends.active().backends:
         runner = backend.sequences
         if runner is None:
@@ -169,8 +169,10 @@ def served(
         declined = runner.declines(call, tensors, affine)
         if declined is None and all(norm._look(runner) is not None for norm in norms):
             return Whole(backend, norms, call, tensors, affine)
-        why = declined or "the state of a norm is not one that it can write into"
-    return why
+        why[backend.name] = declined or "the state of a norm is not one that it can write into"
+    if len(why) > 1:
+        return "; ".join(f"{name}: {reason}" for name, reason in why.items())
+    return next(iter(why.values()), "no backend has whole sequences")
 
 
 def _alike(gates: Gates, products: Tensor, sizes: Sequence[int], start: Hidden) -> list[Any] | str:
