@@ -31,7 +31,8 @@ def test_by_the_interpreter():
     """Outputs, gradients and state are the law's; launches are counted, and the host reads nothing."""
     quiet = "ignore::RuntimeWarning"  # of NumPy, about the values that are not finite
     options = ["-q", "-p", "no:xdist", "-p", "no:cacheprovider", "-W", quiet]
-    done = python("-m", "pytest", *options, "tests/triton_cases.py", TRITON_INTERPRET="1")
+    files = "tests/triton_cases.py", "tests/triton_sequences.py"
+    done = python("-m", "pytest", *options, *files, TRITON_INTERPRET="1")
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -43,7 +44,9 @@ def test_every_kernel_compiles_for_every_target(tmp_path):
     found = json.loads(file.read_text())["kernels"]
     names = {row["kernel"].split(",")[0] for row in found}
     assert names == {
-        "sum_powers", "sum_powers again", "push_statistics", "normalize", "sum_gradients", "push_gradients", "pull_back"
+        "sum_powers", "sum_powers again", "push_statistics", "normalize", "sum_gradients", "push_gradients",
+        "pull_back", "note_addresses", "note_addresses again", "sum_gates", "sum_gates again", "stream_gates",
+        "step_forward", "step_backward", "stream_gate_gradients", "pull_gates_back",
     }  # fmt: skip
     for name in names:
         rows = [row for row in found if row["kernel"].split(",")[0] == name]

@@ -40,12 +40,19 @@ class Kernels(NamedTuple):
     sum_gradients: Any
     push_gradients: Any
     pull_back: Any
+    note_addresses: Any
+    sum_gates: Any
+    stream_gates: Any
+    step_forward: Any
+    step_backward: Any
+    stream_gate_gradients: Any
+    pull_gates_back: Any
 
 
 @cache
 def kernels() -> Kernels:
     """All of them, imported by the first call: until then nobody needs triton."""
-    from . import gradients, passes, statistics
+    from . import cells, cells_back, gates, gradients, passes, statistics
 
     return Kernels(
         passes.sum_powers,
@@ -54,7 +61,21 @@ def kernels() -> Kernels:
         passes.sum_gradients,
         gradients.push_gradients,
         passes.pull_back,
+        gates.note_addresses,
+        gates.sum_gates,
+        gates.stream_gates,
+        cells.step_forward,
+        cells_back.step_backward,
+        gates.stream_gate_gradients,
+        gates.pull_gates_back,
     )
+
+
+@cache
+def takes_tuples() -> bool:
+    from triton import language
+
+    return hasattr(language, "tuple")
 
 
 @cache
@@ -71,15 +92,17 @@ def settings_of(config: Config, backward: bool) -> dict[str, Any]:
 _WARPS = {"num_warps": 4, "enable_fp_fusion": False}
 # The single program of F and G has a multiprocessor for itself. NVIDIA's assembler would spill some registers, to let
 # others in, if it was not told that 128 are fine. AMD's compiler spills none, and does not take the option.
-_ALONE: dict[str, Any] = {"num_warps": 8, "enable_fp_fusion": False}
-_ALONE |= {} if torch.version.hip else {"maxnreg": 128}
+ALONE: dict[str, Any] = {"num_warps": 8, "enable_fp_fusion": False}
+ALONE |= {} if torch.version.hip else {"maxnreg": 128}
 
 
-def _launch(
+def run(
     kernel: Any, grid: tuple[int, ...], given: dict[str, Any], told: dict[str, Any], options: dict[str, Any] = _WARPS
 ) -> None:
+    """What a kernel does not ask for it does not get."""
     names = kernel.arg_names
-    start(kernel, grid, given, {name: value for name, value in told.items() if name in names} | options)
+    given, told = ({name: each[name] for name in names if name in each} for each in (given, told))
+    start(kernel, grid, given, told | options)
 
 
 def start(kernel: Any, grid: tuple[int, ...], given: dict[str, Any], options: dict[str, Any]) -> None:
@@ -87,7 +110,7 @@ def start(kernel: Any, grid: tuple[int, ...], given: dict[str, Any], options: di
     kernel[grid](**given, **options)
 
 
-def _where(tensor: Tensor) -> AbstractContextManager[Any]:
+def on_device_of(tensor: Tensor) -> AbstractContextManager[Any]:
     """Launches go to the current device: that of the tensor."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
 
@@ -111,12 +134,12 @@ def stream(config: Config, state: State, x: Tensor, tiling: Tiling, samples: int
     (sizes, shape), (parts, each) = _of_tiles(tiling), tiling.adders()
     given = sizes | {"each": each, "parts": parts, "elements": tiling.elements, "x": x}
     given |= {"seen": state.seen, "mean": state.mean}
-    with _where(x):
+    with on_device_of(x):
         sums = None
         for _ in range(1 + told["SIGNS"]):
             before, sums = sums, state.mean.new_empty((1 + 2 * parts, channels))
             scratch = {"sums_before": before, "sums": sums}
-            _launch(kernels().sum_powers, (tiling.blocks, parts), given | scratch, told | shape)
+            run(kernels().sum_powers, (tiling.blocks, parts), given | scratch, told | shape)
         return _push(config, state, None, sums, x, tiling, samples, begins, parts)
 
 
@@ -128,7 +151,7 @@ def push_statistics(
     `elements`: of the call, per statistic; `samples`: of the call; `begins`: they are new in the window.
     """
     tiling = Tiling(False, elements, mean.shape[0], 1, 0, 1, 1, 0, 0)
-    with _where(mean):
+    with on_device_of(mean):
         return _push(config, state, (mean, sigma), None, None, tiling, samples, begins, 1)
 
 
@@ -146,7 +169,7 @@ def _push(
     width, tall = vector_block(channels, parts)
     shape = {"PLANES": tiling.planes, "TILE_HEIGHT": tiling.height, "TILE_WIDTH": tiling.width}
     told = settings_of(config, False) | shape | {"WIDTH": width, "TALL": tall}
-    _launch(kernels().push_statistics, (1,), given, told, _ALONE)
+    run(kernels().push_statistics, (1,), given, told, ALONE)
     return kept
 
 
@@ -155,8 +178,8 @@ def normalize(x: Tensor, weight: Any, bias: Any, kept: Tensor, tiling: Tiling, y
     (sizes, shape), (parts, each) = _of_tiles(tiling), tiling.writers()
     given = sizes | {"each": each, "x": x, "gain": weight, "bias": bias, "kept": kept, "y": y}
     given |= {"out_stride": tiling.stride if tiling.planes else tiling.channels}
-    with _where(x):
-        _launch(kernels().normalize, (tiling.blocks, parts), given, shape)
+    with on_device_of(x):
+        run(kernels().normalize, (tiling.blocks, parts), given, shape)
 
 
 # ---- backward -------------------------------------------------------------------------------------------------------
@@ -171,8 +194,8 @@ def stream_back(
     sums, vectors = kept.new_empty(((2 + told["SIGNS"]) * parts, channels)), kept.new_empty((5, channels))
     given = sizes | {"each": each, "parts": parts, "dy": dy, "x": x, "kept": kept, "sums": sums}
     given |= {"dy_stride": tiling.stride if tiling.planes else channels}
-    with _where(x):
-        _launch(kernels().sum_gradients, (tiling.blocks, parts), given, told | shape)
+    with on_device_of(x):
+        run(kernels().sum_gradients, (tiling.blocks, parts), given, told | shape)
         _push_back(config, grads, None, sums, weight, kept, scale, vectors, tiling.elements, parts)
     return vectors
 
@@ -184,7 +207,7 @@ def push_gradients(
 
     `kept`: s_hat and the numbers of `push_statistics`; `scale`: of the loss, where a scaler is attached.
     """
-    with _where(kept):
+    with on_device_of(kept):
         return _push_back(config, grads, (grad_mean, grad_sigma), None, None, kept, scale, None, 1, 1)
 
 
@@ -208,7 +231,7 @@ def _push_back(
     given |= {"channels": channels, "elements": elements, "parts": parts}
     width, tall = vector_block(channels, parts)
     told = settings_of(config, True) | {"WIDTH": width, "TALL": tall}
-    _launch(kernels().push_gradients, (1,), given, told, _ALONE)
+    run(kernels().push_gradients, (1,), given, told, ALONE)
     return flow
 
 
@@ -217,5 +240,5 @@ def pull_back(config: Config, dy: Tensor, x: Tensor, kept: Tensor, vectors: Tens
     (sizes, shape), (parts, each) = _of_tiles(tiling), tiling.writers()
     given = sizes | {"each": each, "dy": dy, "x": x, "kept": kept, "slopes": vectors[2:], "dx": dx}
     given |= {"dy_stride": tiling.stride if tiling.planes else tiling.channels}
-    with _where(x):
-        _launch(kernels().pull_back, (tiling.blocks, parts), given, settings_of(config, True) | shape)
+    with on_device_of(x):
+        run(kernels().pull_back, (tiling.blocks, parts), given, settings_of(config, True) | shape)

@@ -14,11 +14,13 @@ import torch
 from torch import Tensor
 
 from ...core.config import Config
-from ...core.state import PARTS, State, Stream, dtype_of, new_stream, shape_of, to_dict, write_stream
+from ...core.state import State, to_dict, write_stream
 from .. import H2, Gradients, Plan, Result, Signature
-from ..memory import ORDINARY, has_memory, is_ordinary, require_memory
+from ..memory import as_laid_out, has_memory, is_ordinary, is_plain, require_memory
 from . import launch
+from .sequence import Sequences
 from .streams import DEVICE, INTERPRETED, Streams, unserved
+from .tensors import holds, is_vector, writable
 from .tiling import Tiling, tiling_of
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -35,7 +37,7 @@ class Prepared(NamedTuple):
 
 
 class Triton:
-    name, sequences, streams = "triton", None, Streams()
+    name, sequences, streams = "triton", Sequences(), Streams()
     # No other backend but plain torch serves a GPU. Run by NumPy it serves the CPU, where it is for tests only.
     rank = 99 if INTERPRETED else 15
 
@@ -63,10 +65,10 @@ class Triton:
 
     def prepare(self, call: Signature, x: Tensor, weight: Any, bias: Any, state: State | None) -> Any:
         channels = x.shape[1]
-        if state is None or not (_is_vector(weight, channels) and _is_vector(bias, channels)):
+        if state is None or not (is_vector(weight, channels) and is_vector(bias, channels)):
             return None
         tiling, tensors = tiling_of(x), to_dict(state)
-        if tiling is None or channels * tiling.space >= 2**31 or not _holds(tensors, channels, x.device):
+        if tiling is None or channels * tiling.space >= 2**31 or not holds(tensors, channels, x.device):
             return None
         readers = tuple(tensor.data_ptr for tensor in tensors.values())
         kinds = tuple(map(_kind, (x, weight, bias)))
@@ -88,13 +90,15 @@ class Triton:
     ) -> Gradients:
         (numbers, x_strides, strides), tiling = kept, plan.prepared.tiling
         # Hooks may have moved what was saved, or it was moved under autograd's hands; gradients are of any kind.
-        dy = _as_kernels_read(dy, dy.shape, strides, plan.call.dtype, numbers)
-        if x.stride() != x_strides or not _is_there(x, plan.call.dtype, numbers):
-            x = _as_kernels_read(x, dy.shape, strides, plan.call.dtype, numbers)
+        dtype, device = plan.call.dtype, numbers.device
+        dy = as_laid_out(dy, dy.shape, strides, dtype, device)
+        require_memory(x)
+        if x.stride() != x_strides or not is_plain(x, dtype, device):
+            x = as_laid_out(x, dy.shape, strides, dtype, device)
             tiling = tiling if tiling.planes else tiling._replace(stride=tiling.channels)
         if weight is not None:
-            weight = _as_kernels_read(weight, (tiling.channels,), (1,), weight.dtype, numbers)
-        grads, scale = _writable(h2.grads, tiling.channels, numbers), h2.scale
+            weight = as_laid_out(weight, (tiling.channels,), (1,), weight.dtype, device)
+        grads, scale = writable(h2.grads, tiling.channels, numbers), h2.scale
         scale = None if scale is None else scale.to(numbers.device)
         config = plan.call.config
         vectors = launch.stream_back(config, grads, dy, x, weight, numbers, tiling, scale)
@@ -133,52 +137,3 @@ def _fits(prepared: Prepared, x: Tensor, weight: Any, bias: Any) -> bool:
         if _kind(tensor) != kind:
             return False
     return [read() for read in prepared.readers] == prepared.addresses
-
-
-def _is_vector(tensor: Tensor | None, size: int) -> bool:
-    return tensor is None or (tensor.shape == (size,) and tensor.is_contiguous())
-
-
-def _is_there(tensor: Tensor, dtype: torch.dtype, like: Tensor) -> bool:
-    """Whether kernels can read a tensor as it lies in memory."""
-    require_memory(tensor)
-    plain = type(tensor) in ORDINARY and not tensor.is_neg()
-    return plain and tensor.dtype == dtype and tensor.device == like.device
-
-
-def _as_kernels_read(tensor: Tensor, shape: Any, strides: Any, dtype: torch.dtype, like: Tensor) -> Tensor:
-    """The tensor, or a copy of it that has these strides."""
-    if tensor.shape != shape:
-        raise RuntimeError(
-            f"backward was given {tuple(tensor.shape)} where forward saved {tuple(shape)}: a hook on saved tensors may "
-            "move what it packs, but has to give it back in its shape"
-        )
-    if tensor.stride() == strides and _is_there(tensor, dtype, like):
-        return tensor
-    return torch.empty_strided(shape, strides, dtype=dtype, device=like.device).copy_(tensor)
-
-
-def _holds(tensors: dict[str, Tensor], channels: int, device: torch.device) -> bool:
-    """Whether kernels can write into these tensors of a state."""
-    for name, tensor in tensors.items():
-        suits = tensor.dtype == dtype_of(name, torch.float32, device) and tensor.shape == shape_of(name, (channels,))
-        if not (suits and tensor.device == device and is_ordinary(tensor) and tensor.is_contiguous()):
-            return False
-        if not has_memory(tensor):
-            return False
-    return True
-
-
-def _writable(grads: Stream, channels: int, like: Tensor) -> Stream:
-    """H2 itself, or a copy if the layer was moved between forward and backward."""
-    tensors = {f"grads_{part}": getattr(grads, part) for part in PARTS}
-    if _holds(tensors, channels, like.device):
-        return grads
-    fresh = new_stream((channels,), like)
-    if grads.long.shape != fresh.long.shape:
-        raise RuntimeError(
-            f"grads_long of a streaming layer was replaced between its forward and its backward pass (shape "
-            f"{tuple(grads.long.shape)}, for {channels} channels): its gradients have nowhere to go"
-        )
-    write_stream(fresh, grads)
-    return fresh

@@ -17,6 +17,8 @@ LOCATIONS, CHANNELS = 1024, 64
 # that memory takes to answer. What the programs found is read again by the single program of F and G: a few numbers for
 # each of them where a program has one channel, and `CHANNELS` times as many where it has rows.
 ADDERS_OF_PLANES, ADDERS_OF_ROWS = 1024, 256
+# A program of a recurrent timestep holds a dozen numbers for each element.
+STEP_TILE = 1024
 MOST_PARTS = 128  # of a channel, for the same reason
 WRITERS = 4096  # programs that write an output: nobody reads after them
 VECTOR = 1024  # numbers of a vector, or of a block of partial sums, that F and G hold at a time
@@ -62,20 +64,21 @@ def tiling_of(x: Tensor) -> Tiling | None:
     samples, channels = x.shape[:2]
     space = x.numel() // (samples * channels)
     if x.ndim == 2:
-        return _rows(samples, channels, x.stride(0)) if x.stride(1) == 1 or channels == 1 else None
+        return of_rows(samples, channels, x.stride(0)) if x.stride(1) == 1 or channels == 1 else None
     if x.is_contiguous() and space > 1:
         width = min(power_of_two(space), LOCATIONS)
         height = min(power_of_two(samples), TILE // width)
         tiles = -(-samples // height) * -(-space // width)
         return Tiling(True, samples, channels, space, channels * space, height, width, channels, tiles)
     if x.is_contiguous() or x.movedim(1, -1).is_contiguous():
-        return _rows(samples * space, channels, channels)
+        return of_rows(samples * space, channels, channels)
     return None
 
 
-def _rows(rows: int, channels: int, stride: int) -> Tiling:
+def of_rows(rows: int, channels: int, stride: int, most: int | None = None) -> Tiling:
+    """`most`: elements of a tile."""
     width = min(power_of_two(channels), CHANNELS)
-    height = min(power_of_two(rows), TILE // width)
+    height = min(power_of_two(rows), max(1, (most or TILE) // width))
     return Tiling(False, rows, channels, 1, stride, height, width, -(-channels // width), -(-rows // height))
 
 
