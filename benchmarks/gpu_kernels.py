@@ -9,6 +9,7 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from streamnorm.backends import H2, Sequence
 from streamnorm.backends.triton import launch
+from streamnorm.backends.triton.sequence import Looked, Sequences
 from streamnorm.backends.triton.tiling import tiling_of
 from streamnorm.core.config import Config
 from streamnorm.core.state import new_state
@@ -36,21 +39,32 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "p=1": {"p": 1},
     "p=1 mean": {"p": 1, "center": "mean"},
 }
-FEW = ("p=2, planes", "p=1 mean, channels last")
+LAYERS = {"RNN": (1, False), "GRU": (3, False), "LSTM": (4, False), "LSTM-cell": (4, True)}  # gates, norm on the cell
+SAMPLES, HIDDEN = 64, 512
+FEW = ("p=2, planes", "p=1 mean, channels last", "p=1 mean, RNN")
 TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
 TYPES |= {torch.int64: "i64", torch.bool: "i1"}
 Launch = tuple[Any, dict[str, Any], dict[str, Any]]  # a kernel, what it is given, and its constants and options
 
 
-def launches(config: Config, x: torch.Tensor, on_vectors: bool) -> Iterator[Launch]:
-    """What a training call launches, noted down and not started: tensors are without memory."""
+@contextmanager
+def noted() -> Iterator[list[Launch]]:
+    """What is launched, noted down and not started: tensors are without memory."""
     found: list[Launch] = []
     start = launch.start
     launch.start = lambda kernel, grid, given, options: found.append((kernel, given, options))
     try:
-        channels, tiling = x.shape[1], tiling_of(x)
-        assert tiling is not None
-        state, gain = new_state((channels,), x.new_empty(0, dtype=torch.float32)), x.new_empty(channels)
+        yield found
+    finally:
+        launch.start = start
+
+
+def of_layer(config: Config, x: torch.Tensor, on_vectors: bool) -> list[Launch]:
+    """Of a training call."""
+    channels, tiling = x.shape[1], tiling_of(x)
+    assert tiling is not None
+    state, gain = new_state((channels,), x.new_empty(0, dtype=torch.float32)), x.new_empty(channels)
+    with noted() as found:
         if on_vectors:
             kept = launch.push_statistics(config, state, state.mean, state.sigma, tiling.elements, 8, True)
             launch.push_gradients(config, state.grads, kept, state.mean, state.sigma, None)
@@ -59,28 +73,54 @@ def launches(config: Config, x: torch.Tensor, on_vectors: bool) -> Iterator[Laun
             launch.normalize(x, gain, gain, kept, tiling, x)
             vectors = launch.stream_back(config, state.grads, x, x, gain, kept, tiling, None)
             launch.pull_back(config, x, x, kept, vectors, tiling, x)
-    finally:
-        launch.start = start
-    yield from found
+    return found
+
+
+def of_sequence(config: Config, gates: int, cell_norm: bool) -> list[Launch]:
+    """Of a timestep of a recurrent layer, forward and backward."""
+    weight = torch.empty(gates * HIDDEN, HIDDEN, device="meta")
+    products, hidden = weight.new_empty(SAMPLES, gates * HIDDEN), weight.new_empty(SAMPLES, HIDDEN)
+    start = torch.stack([hidden, hidden]) if gates == 4 else hidden
+    states = [new_state((HIDDEN,), weight) for _ in range(2 * gates + cell_norm)]
+    looked, affine = [Looked(state, (), []) for state in states], [weight[0]] * 2 * len(states)
+    call, runner = Sequence(gates, cell_norm, False, False, True, False, False, (SAMPLES,), config), Sequences()
+    with noted() as found:
+        output, final, saved = runner.forward(call, products, start, weight, affine, looked)
+        runner.backward(call, output, final, saved, affine, looked, [H2(state.grads) for state in states], True)
+    return found
+
+
+def all_launches(dtype: torch.dtype) -> Iterator[tuple[str, str, list[Launch]]]:
+    """With what they are of: the settings, and the input or the layer. Recurrent layers are in float32."""
+    for layout, (shape, channels_last) in INPUTS.items():
+        x = torch.empty(shape, dtype=dtype, device="meta")
+        x = x.to(memory_format=torch.channels_last) if channels_last else x
+        for words, settings in SETTINGS.items():
+            for on_vectors in (False, True):
+                yield words, "vectors" if on_vectors else layout, of_layer(Config(**settings), x, on_vectors)
+    for layer, kind_of_layer in LAYERS.items():
+        for words, settings in reversed(SETTINGS.items()):
+            yield words, layer, of_sequence(Config(**settings), *kind_of_layer)
 
 
 def every_launch(dtype: torch.dtype) -> dict[str, Launch]:
     """One of each kind, by name: settings that a kernel is not told make no difference to it."""
     found: dict[str, Launch] = {}
     known = set()
-    for layout, (shape, channels_last) in INPUTS.items():
-        x = torch.empty(shape, dtype=dtype, device="meta")
-        x = x.to(memory_format=torch.channels_last) if channels_last else x
-        for words, settings in SETTINGS.items():
-            for on_vectors in (False, True):
-                for kernel, given, options in launches(Config(**settings), x, on_vectors):
-                    kinds = {name: kind(value, parameter_of(kernel, name)) for name, value in given.items()}
-                    key = kernel.__name__, tuple(kinds.items()), tuple(options.items())
-                    if key not in known:
-                        known.add(key)
-                        again = " again" if given.get("sums_before") is not None else ""
-                        place = "vectors" if on_vectors else layout
-                        found[f"{kernel.__name__}{again}, {words}, {place}"] = kernel, given, options
+    for words, place, launches in all_launches(dtype):
+        for kernel, given, options in launches:
+            kinds = {name: kind(value, parameter_of(kernel, name)) for name, value in given.items()}
+            key = kernel.__name__, tuple(kinds.items()), tuple(options.items())
+            if key in known:
+                continue
+            known.add(key)
+            part = options.get("CELL", "")
+            part = f" {part}" if part in ("gates", "state", "cell") else ""
+            name = f"{kernel.__name__}{part}, {words}, {place}"
+            second = kernel is launch.kernels().note_addresses and name in found  # of H2, after H1
+            if given.get("sums_before") is not None or second:
+                name = f"{kernel.__name__} again, {words}, {place}"
+            found[name] = kernel, given, options
     return found
 
 
@@ -88,8 +128,10 @@ def parameter_of(kernel: Any, name: str) -> Any:
     return next(parameter for parameter in kernel.params if parameter.name == name)
 
 
-def kind(value: Any, parameter: Any) -> tuple[str, Any]:
+def kind(value: Any, parameter: Any) -> tuple[Any, Any]:
     """Type of an argument, and what is known of it: as triton looks at the arguments of a launch."""
+    if isinstance(value, tuple):
+        return tuple(kind(each, parameter)[0] for each in value), False
     if value is None or (value == 1 if isinstance(value, int) and not parameter.do_not_specialize else False):
         return "constexpr", value
     if isinstance(value, int):
@@ -140,7 +182,7 @@ def resources(found: Any) -> dict[str, int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, help="a JSON file to write")
-    parser.add_argument("--few", action="store_true", help="each kernel for the widest settings and two layouts")
+    parser.add_argument("--few", action="store_true", help="each kernel for a few settings, layouts and layers")
     arguments = parser.parse_args()
     rows = []
     print(f"{'kernel':40} {'target':7} {'registers':>9} {'spilled':>8} {'shared':>7}")
