@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import re
 
 import pytest
 import torch
@@ -66,6 +67,12 @@ def shaken(norm):
         nn.init.uniform_(norm.running_var, 0.1, 3)
         norm.num_batches_tracked.fill_(7)
     return norm
+
+
+def table(said):
+    """The lines of a report about single norms: what they were and what became of them, by name."""
+    rows = [re.split("  +", line) for line in said[1:]]
+    return {row[0]: " ".join(row[1:]) for row in rows if len(row) > 1}
 
 
 def test_a_trained_network_evaluates_as_before_and_its_optimizer_goes_on():
@@ -248,10 +255,13 @@ def test_all_kinds_of_norms_and_what_is_left_alone():
     convert(model, skip="head", report=said.append)
     assert all(model[name] is module for name, module in kept.items())
     assert all(type(model[name]) is StreamingNorm for name in ("batch", "named", "group", "instance", "layer"))
-    lines = dict(line.split(": ", 1) for line in said)
-    assert len(lines) == len(said) == len(model)
-    assert lines["group"] == "GroupNorm(6) -> StreamingNorm(6)"
-    assert lines["instance"].startswith("InstanceNorm3d(6) -> StreamingNorm(6) (without parameters")
+    lines = table(said)
+    assert set(lines) == set(model)
+    assert said[0].startswith("5 norms converted, 8 left alone: its gain or bias is computed")
+    assert "skipped (1)" in said[0]
+    assert lines["group"] == "GroupNorm(6) -> StreamingNorm(6); starts afresh"
+    assert lines["instance"].startswith("InstanceNorm3d(6) -> StreamingNorm(6); starts afresh; without parameters")
+    assert any(line.startswith("starts afresh: evaluation changes until trained") for line in said)
     assert lines["image"].startswith("LayerNorm(6, 3, 3) left alone: it normalizes over several dimensions")
     assert lines["head"] == "BatchNorm1d(6) left alone: skipped"
     words = {"rms": "subtracts no mean", "own": "forward", "weighted": "parametrized", "patched": "forward"}
@@ -316,7 +326,7 @@ def test_a_shared_module_stays_shared():
     convert(model, report=said.append)
     assert model[1] is model[2][1] is model.again
     assert isinstance(model.again, StreamingNorm)
-    assert said == ["1, again, 2.1: BatchNorm1d(4) -> StreamingNorm(4)"]
+    assert table(said) == {"1, again, 2.1": "BatchNorm1d(4) -> StreamingNorm(4)"}
     model(torch.randn(3, 4))
     assert int(model.again.stats.count) == 3
 
@@ -361,7 +371,7 @@ def test_other_references_say_that_they_start_afresh(ref):
     said = []
     model = nn.Sequential(shaken(nn.BatchNorm2d(4)))
     convert(model, ref=ref, center="running", report=said.append)
-    assert ("start afresh" in said[0]) == (ref not in ("BA1", "SP2"))
+    assert ("starts afresh" in table(said)["0"]) == (ref not in ("BA1", "SP2"))
     assert model(torch.randn(2, 4, 3, 3)).shape == (2, 4, 3, 3)
 
 

@@ -72,7 +72,7 @@ def names_of(places: list[Place]) -> str:
 def title(norm: nn.Module) -> str:
     shape = getattr(norm, "normalized_shape", None)
     inside = ", ".join(map(str, shape)) if shape else getattr(norm, "num_features", getattr(norm, "num_channels", ""))
-    return f"{type(norm).__name__}({inside})"
+    return f"{type(norm).__name__}({inside})" if inside != "" else type(norm).__name__
 
 
 def say(report: Report, lines: list[str], model: nn.Module, nothing: str = "norm to replace") -> None:
