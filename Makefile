@@ -8,7 +8,7 @@ TRAINERS := .venv-integrations
 
 .PHONY: demo test test-integrations test-sanitized lint bench clean
 
-demo: $(VENV)/.ready  ## normalizations side by side on the digits data, about a minute
+demo: $(VENV)/.ready  ## normalizations side by side on the digits data, each at its own best rate; one to two minutes
 	$(RUN) examples/digits.py
 
 test: lint  ## lint, types, all tests

@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from itertools import product
 from pathlib import Path
 
+import digits
 import pytest
 import torch
 from makefile import has_make, recipe, run_line
@@ -61,16 +62,59 @@ def test_the_map_of_the_paper_names_what_exists():
 
 def test_the_demo(tmp_path):
     out = tmp_path / "digits.png"
-    options = ["--seeds", "1", "--limit", "64", "--out", str(out)]
+    options = ["--seeds", "2", "--rates", "0.02", "0.05", "--limit", "32", "--out", str(out)]
     (line,) = recipe("demo") if has_make else [f"{sys.executable} examples/digits.py"]
     done = run_line(line, *options)
     assert done.returncode == 0, done.stderr
     assert out.read_bytes().startswith(b"\x89PNG")
     assert "Expected more than 1 value per channel" in done.stdout
-    rows = [line.split() for line in done.stdout.splitlines() if line.startswith("  ")]
-    assert len(rows) == 8
-    assert all("±" in row for row in rows)
-    assert "24/24" in done.stderr  # the progress bar
+    assert done.stdout.count("is the last of the ladder") == 16  # of two rates each is at an end
+    assert "68/68" in done.stderr  # the progress bar
+    printed, shown = (demo_rows(text) for text in (done.stdout, (ROOT / "README.md").read_text()))
+    assert [row[0] for row in printed] == [row[0] for row in shown]
+    for row in printed[1:] + shown[1:]:
+        assert all(re.fullmatch(r"\d+\.\d ± \d+\.\d @ 0\.\d+|cannot run", cell) for cell in row[1:]), row
+    for net, batch in product(digits.NORMS, digits.BATCHES):
+        for text in (done.stdout, (ROOT / "README.md").read_text()):
+            assert len(re.findall(rf"- {net}, {batch} per batch: (?:a tie with|ahead of|behind) \w+", text)) == 1
+
+
+def demo_rows(text):
+    """The table of the demo, header first, in what it prints or in a page that quotes it."""
+    lines = [line for line in text.splitlines() if re.match(r"\| +\| 1 per batch|\| (fully-conn|convolu)", line)]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def test_the_demo_chooses_by_validation_and_not_by_test():
+    outcomes = {0.1: [[90.0, 99.0], [92.0, 99.0]], 0.05: [[94.0, 80.0], [90.0, 82.0]], 0.2: [[92.0, 0.0], [92.0, 0.0]]}
+    assert digits.choose(outcomes) == (0.05, [94.0, 90.0], [80.0, 82.0])  # of two equals the lower
+    assert digits.choose({0.1: ["refused"], 0.2: ["refused"]}) == "refused"
+
+
+@pytest.mark.parametrize(
+    ("differences", "verdict"),
+    [
+        ([1, 1.2, 0.8], "ahead of"),
+        ([-1, -1.2, -0.8], "behind"),
+        ([3, 3, 3, -0.1], "a tie with"),  # not every seed
+        ([0.1, 0.1, 4], "a tie with"),  # not by two standard errors
+        ([5], "no verdict"),
+    ],
+)
+def test_the_verdicts_of_the_demo_are_computed(differences, verdict):
+    ours = digits.Scores(0.1, [], [50 + d for d in differences])
+    assert digits.compare(ours, digits.Scores(0.2, [], [50.0] * len(differences)), "other").startswith(verdict)
+
+
+def test_the_demo_holds_out_what_it_says():
+    (x, _), (validation, _), (test, _) = digits.load()
+    assert [len(each) for each in (x, validation, test)] == [1200, 237, 360]
+
+
+@pytest.mark.parametrize("name", digits.BY_SAMPLE)
+def test_the_demo_trains_norms_of_single_samples_once_for_all_sizes(name):
+    found = [digits.train((digits.Cell("convolutional", name, batch), 0.05, 0), limit=64) for batch in digits.BATCHES]
+    assert found[0] == found[1] == found[2]
 
 
 def run_script(*arguments):
