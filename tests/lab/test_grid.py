@@ -19,7 +19,7 @@ from streamnorm.core.algorithm import FULL
 from streamnorm.lab.cli import main, rates
 from streamnorm.lab.commands import _rates
 from streamnorm.lab.errors import LabError, StoreError
-from streamnorm.lab.goals import goals
+from streamnorm.lab.goals import at_an_end, goals, tally
 from streamnorm.lab.grid import (
     BATCHES,
     CONV_RATES,
@@ -371,12 +371,30 @@ def test_the_goal_of_accuracy_allows_one_standard_error_of_the_difference(ours, 
 
 
 def test_the_goal_of_convolutional_nets_is_to_be_better_with_one_and_two_samples():
-    one, two = [[40, 42], [30, 30]], [[39, 42], [30, 30]]
-    for ours, theirs, why in ((one, two, None), (two, one, "-0.5 ± 1.8"), (one, one, "+0.0 ± 1.4")):
+    """By more than the error of the difference: what is within it is a tie."""
+    one, two, three = [[40, 42], [30, 30]], [[39, 42], [30, 30]], [[42, 44], [30, 30]]
+    cases = ((three, one, None), (one, two, "+0.5 ± 1.8"), (two, one, "-0.5 ± 1.8"), (one, one, "+0.0 ± 1.4"))
+    for ours, theirs, why in cases:
         goal = goals(made_up("convolutional", ours, theirs, "group norm", samples=(1, 2, 32)))[1]
         names = ["1 x 1", "2 x 1"]
         assert goal.lost == (dict.fromkeys(names, why) if why else {})
         assert goal.reached == ([] if why else names)
+
+
+@pytest.mark.parametrize(
+    ("ours", "word"), [([43, 44], "ahead"), ([40, 44], "level"), ([39, 41], "level"), ([36, 37], "behind")]
+)
+def test_ahead_and_behind_are_beyond_two_standard_errors(ours, word):
+    found = made_up("recurrent", [[30, 30], ours, [30, 30]], [[30, 30], [39.5, 40.5], [30, 30]], rate_count=3)
+    assert tally(found) == {"ahead": 0, "level": 0, "behind": 0} | {word: 1}
+    assert f"{word} in 1" in markdown(found)
+    assert not at_an_end(found)
+
+
+def test_the_page_says_where_a_best_rate_is_at_an_end():
+    found = made_up("recurrent", [[30, 30], [20, 20], [20, 20]], [[20, 20], [20, 20], [40, 40]], rate_count=3)
+    assert at_an_end(found) == ["streaming in 1 x 1 (0.01)", "layer norm in 1 x 1 (0.03)"]
+    assert "better still: streaming in 1 x 1 (0.01), layer norm in 1 x 1 (0.03)." in markdown(found)
 
 
 def test_goals_need_all_runs_and_two_seeds():

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import product
 
 from .grid import OURS, RIVALS, is_convolutional
 from .online import Cell, Online
@@ -29,10 +30,33 @@ def goals(results: Online) -> list[Goal]:
     found = [_judge(results, Goal(steady), samples, _diverges_no_more)]
     if is_convolutional(net):
         few = tuple(each for each in samples if each <= FEW)
-        found.append(_judge(results, Goal(f"is better than {rival} at 1 and 2 samples per batch"), few, _better))
+        better = f"is more than one standard error of the difference above {rival} at 1 and 2 samples per batch"
+        found.append(_judge(results, Goal(better), few, _better))
     else:
         near = f"is at most one standard error of the difference below {rival}"
         found.append(_judge(results, Goal(near), samples, _not_below))
+    return found
+
+
+def tally(results: Online) -> dict[str, int]:
+    """Cells where ours is ahead, level or behind: by more than two standard errors of the difference, or not."""
+    found = {"ahead": 0, "level": 0, "behind": 0}
+    for size, batches in product(results.grid.samples, results.grid.batches):
+        ours, theirs = (results.cell(norm, size, batches) for norm in (OURS, RIVALS[results.grid.net]))
+        if ours is not None and theirs is not None and results.grid.seeds > 1:
+            above, error = ours.best[0] - theirs.best[0], _error(ours, theirs)
+            found["level" if abs(above) <= 2 * error else "ahead" if above > 0 else "behind"] += 1
+    return found
+
+
+def at_an_end(results: Online) -> list[str]:
+    """Cells of ours and of its rival whose best rate is the first or the last one tried."""
+    rates = results.grid.rates
+    found = []
+    for norm, batches, size in product((OURS, RIVALS[results.grid.net]), results.grid.batches, results.grid.samples):
+        cell = results.cell(norm, size, batches)
+        if cell is not None and cell.rate in (min(rates), max(rates)):
+            found.append(f"{norm} in {size} x {batches} ({cell.rate:g})")
     return found
 
 
@@ -63,8 +87,8 @@ def _not_below(ours: Cell, theirs: Cell) -> str | None:
 
 
 def _better(ours: Cell, theirs: Cell) -> str | None:
-    above = ours.best[0] - theirs.best[0]
-    return None if above > 0 else f"{above:+.1f} ± {_error(ours, theirs):.1f}"
+    above, error = ours.best[0] - theirs.best[0], _error(ours, theirs)
+    return None if above > error else f"{above:+.1f} ± {error:.1f}"
 
 
 def _error(ours: Cell, theirs: Cell) -> float:

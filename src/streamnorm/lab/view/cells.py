@@ -5,8 +5,8 @@ import re
 from pathlib import Path
 
 from ..errors import LabError
-from ..goals import Goal, goals
-from ..grid import norms_of
+from ..goals import Goal, at_an_end, goals, tally
+from ..grid import RIVALS, norms_of
 from ..online import Cell, Online
 from ..store import write_text
 
@@ -86,8 +86,20 @@ def markdown(results: Online) -> str:
         heads = [_window(batches), *(_several(size, "sample") for size in grid.samples)]
         rows = [[norm, *(_long(results, norm, size, batches) for size in grid.samples)] for norm in norms_of(grid.net)]
         parts.append("\n".join(map(_line, [heads, ["---"] * len(heads), *rows])))
-    parts.append("\n".join(f"- Streaming {_verdict(goal)}." for goal in goals(results)))
+    parts.append("\n".join([*(f"- Streaming {_verdict(goal)}." for goal in goals(results)), *_limits(results)]))
     return "\n\n".join(parts)
+
+
+def _limits(results: Online) -> list[str]:
+    """How much the differences say, and whether the ladder of rates was long enough."""
+    lines, counts = [], tally(results)
+    if judged := sum(counts.values()):
+        each = ", ".join(f"{word} in {count}" for word, count in counts.items())
+        beside = f"Beside {RIVALS[results.grid.net]} streaming is {each} of {judged} cells"
+        lines.append(f"- {beside}; level: within two standard errors of the difference.")
+    if ends := at_an_end(results):
+        lines.append(f"- Best at the first or the last rate, beyond which it may be better still: {', '.join(ends)}.")
+    return lines
 
 
 def _line(cells: list[str]) -> str:
