@@ -18,6 +18,7 @@ from makefile import has_make, recipe, run_line
 from streamnorm import StreamingNorm
 from streamnorm.lab.claims import OPEN, REPRODUCED, REVERSED, judge
 from streamnorm.lab.commands import table, verdicts
+from streamnorm.lab.goals import tally
 from streamnorm.lab.models import NetC
 from streamnorm.lab.online import read_online
 from streamnorm.lab.results import read_folder
@@ -268,6 +269,16 @@ def test_what_is_quoted_from_the_measure_of_online_learning(page, least):
         measured = read_online(ROOT / f"docs/results/online-{net}.json")
         for norm, accuracy in (each.strip().rsplit(" ", 1) for each in numbers.split(";")):
             assert f"{measured.cell(norm, int(samples), int(batches)).best[0]:.1f}" == accuracy
+
+
+def test_how_often_streaming_is_ahead_of_layer_norm():
+    """As README says, by two standard errors of the difference, which two of its lines do not reach."""
+    counts = Counter()
+    for net in ("fully-connected", "recurrent"):
+        counts += Counter(tally(read_online(ROOT / f"docs/results/online-{net}.json")))
+    words = f"ahead of layer norm in {counts['ahead']} of {counts.total()} cells and level in\n{counts['level']}"
+    assert words in (ROOT / "README.md").read_text()
+    assert counts["behind"] == 0
 
 
 def test_the_best_rates_of_streaming_and_layer_norm_are_neighbours():

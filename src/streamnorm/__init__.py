@@ -1,4 +1,4 @@
-"""Streaming normalization for PyTorch: batch norm's benefits where batch norm cannot go."""
+"""Streaming normalization for PyTorch: a norm of channels for any size of batch, down to one sample."""
 
 import sys
 from importlib import import_module
