@@ -17,6 +17,10 @@ class StoreError(LabError):
     """A folder or file of results cannot be used."""
 
 
+class BusyError(StoreError):
+    """A run is being trained by another process."""
+
+
 class JobError(LabError):
     """A run ended otherwise than by its own rules."""
 

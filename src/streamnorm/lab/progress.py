@@ -19,7 +19,7 @@ class Bar:
     def advance(self, i: int, done: int, total: int, loss: float) -> None:
         now = time.monotonic()
         before, then = self.at.get(i, (done, now))
-        rate = (done - before) / (now - then) if now > then else 0.0
+        rate = max(done - before, 0) / (now - then) if now > then else 0.0  # less: begun again elsewhere
         self.at[i] = done, now
         self._share(i, done / total)
         if self.bar is not None:

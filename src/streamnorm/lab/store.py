@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
-from .errors import StoreError
+from .errors import BusyError, StoreError
 
 LARGEST_JSON = 1 << 26  # bytes; the largest results of the paper's own scale have 1 % of that
 SEAL = b"streamnorm, sha256 of what follows: "
@@ -132,7 +132,7 @@ def locked(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise StoreError(f"{folder} is being trained by another process: wait for it, or stop it") from None
+            raise BusyError(f"{folder} is being trained by another process: wait for it, or stop it") from None
         yield
     finally:
         os.close(handle)

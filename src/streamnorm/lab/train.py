@@ -52,11 +52,18 @@ KEPT = {
 }
 
 
-def train(run: Run, data: Images | Text, root: Path, report: Report | None = None, every: float = 30.0) -> Row:
+def train(
+    run: Run,
+    data: Images | Text,
+    root: Path,
+    report: Report | None = None,
+    every: float = 30.0,
+    stopped: Callable[[], bool] = lambda: False,
+) -> Row:
     """The result of `run`: read if it is there, gone on with if it was begun, trained otherwise.
 
     `root`: the folder of all runs. `report` hears of progress a few times a second. `every`: seconds between
-    checkpoints.
+    checkpoints. `stopped` is asked after every update; it stops a run as Ctrl-C does.
     """
     folder = root / run.address(data.fingerprint)
     if (before := read_run(folder)) is not None:
@@ -68,7 +75,7 @@ def train(run: Run, data: Images | Text, root: Path, report: Report | None = Non
         training = Training(run, data, folder)
         training.resume()
         try:
-            training.go_on(report or (lambda done, total, loss: None), every)
+            training.go_on(report or (lambda done, total, loss: None), every, stopped)
         finally:
             training.log.close()
         result = training.result()
@@ -114,7 +121,7 @@ class Training:
         self.count = 0  # mini-batches since the last row
         self.latest = math.nan  # loss of the last mini-batch
 
-    def go_on(self, report: Report, every: float) -> None:
+    def go_on(self, report: Report, every: float, stopped: Callable[[], bool]) -> None:
         """The training loop."""
         started = reported = saved = time.monotonic()
         before = self.seconds
@@ -125,7 +132,7 @@ class Training:
                 self.seconds = before + now - started
                 if self.due():
                     self.evaluate()
-                if stop.is_set():
+                if stop.is_set() or stopped():
                     self.save()
                     raise KeyboardInterrupt
                 if now - saved > every:
