@@ -42,8 +42,8 @@ LAB = [
     {"tasks", "measures", "online"},
     {"train", "claims", "goals", "compared"},
     {"jobs", "progress", "view", "check"},
-    {"experiment"},
-    {"bench", "comparing"},
+    {"experiment", "remote"},
+    {"bench", "comparing", "cluster"},
     {"commands"},
     {"cli"},
 ]

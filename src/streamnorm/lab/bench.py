@@ -9,7 +9,7 @@ from .data import Images
 from .errors import LabError
 from .experiment import Say, train_all
 from .grid import Grid
-from .jobs import Loader
+from .jobs import HERE, Carrier, Loader
 from .online import Online, Trained, read_online
 from .results import Result
 from .runs import Run
@@ -23,7 +23,7 @@ def run_grid(
     out: Path,
     *,
     data_folder: Path | None = None,
-    jobs: int = 1,
+    carrier: Carrier = HERE,
     training: bool = True,
     say: Say = lambda line: print(line, file=sys.stderr),
 ) -> Online:
@@ -38,24 +38,24 @@ def run_grid(
     if before is not None and not root.exists():
         found = replace(before, grid=grid, runs=_rows(grid, before.fingerprint, {}, before.runs))
     else:
-        found = _found(grid, before, Loader(data_folder), root, jobs if training else 0, say)
+        found = _found(grid, before, Loader(data_folder), root, carrier if training else None, say)
     found.write(out)
     return found
 
 
-def _found(grid: Grid, before: Online | None, load: Loader, root: Path, jobs: int, say: Say) -> Online:
-    """By runs trained in so many `jobs`; by those that are there, and `before`, where there are none."""
+def _found(grid: Grid, before: Online | None, load: Loader, root: Path, carrier: Carrier | None, say: Say) -> Online:
+    """By runs trained by `carrier`; by those that are there, and `before`, where there are none."""
     unique = list(dict.fromkeys(run for run, _ in grid.runs()))
     images = load(unique[0])
     assert isinstance(images, Images)
     if before is not None and before.fingerprint != images.fingerprint:
         raise LabError(f"{grid.file_name}.json beside {root} is about other images: choose another --out, or move it")
-    if jobs:
+    if carrier is not None:
         names = {
             run: f"{places[0].norm}, {run.samples} x {run.batches} at {rate:g}, seed {run.seed}"
             for (run, rate), places in grid.runs().items()
         }
-        results = train_all(names, load, root, jobs, say)
+        results = train_all(names, load, root, carrier, say)
     else:  # `train` then reads them
         results = {run: train(run, images, root) for run in unique if is_done(run, images, root)}
     rows = _rows(grid, images.fingerprint, results, before.runs if before else [])

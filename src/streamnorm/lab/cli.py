@@ -24,6 +24,7 @@ EXAMPLES = """examples:
   streamnorm run online --data digits               no download needed
   streamnorm run online --data-dir FOLDER --jobs 2  CIFAR-10 from a folder, two processes
   streamnorm run rnn --preset paper --seeds 5       the paper's own scale
+  streamnorm run rnn --preset paper --cluster HOST:8786  by the workers of a Dask scheduler
   streamnorm report                                 all results so far as one page
   streamnorm bench-online --data digits             tiny batches: every norm at every size, over many learning rates
   streamnorm compare --data digits                  norms for small batches, each at its own best learning rate
@@ -185,9 +186,9 @@ def training(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--data-dir", "--data-folder", type=Path, metavar="FOLDER", help="where the data is (default: a cache folder)"
     )
-    command.add_argument(
-        "--jobs", type=count, default=1, metavar="N", help="runs trained at a time, in processes (default: 1)"
-    )
+    where = command.add_mutually_exclusive_group()
+    where.add_argument("--jobs", type=count, metavar="N", help="runs trained at a time, in processes (default: 1)")
+    where.add_argument("--cluster", metavar="ADDRESS", help="of a Dask scheduler, whose workers train them")
     device(command, "train")
     out(command)
 
@@ -221,7 +222,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 data=chosen.data,
                 data_folder=chosen.data_dir,
                 seeds=chosen.seeds,
-                jobs=chosen.jobs,
+                jobs=chosen.jobs or 1,
+                cluster=chosen.cluster,
                 device=chosen.device,
                 command=shlex.join(["streamnorm", *given]),
             )
@@ -235,7 +237,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 seeds=chosen.seeds,
                 data=chosen.data,
                 data_folder=chosen.data_dir,
-                jobs=chosen.jobs,
+                jobs=chosen.jobs or 1,
+                cluster=chosen.cluster,
                 device=chosen.device,
                 out=chosen.out,
                 training=not chosen.no_train,
@@ -248,7 +251,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             commands.compare(
                 [Plan(net, **same) for net in nets],
                 data_folder=chosen.data_dir,
-                jobs=chosen.jobs,
+                jobs=chosen.jobs or 1,
+                cluster=chosen.cluster,
                 out=chosen.out,
                 training=not chosen.no_train,
                 page=chosen.page,

@@ -1,9 +1,11 @@
 """What the command line does. Mistakes are answered before torch is imported: see `starting`."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean
+from typing import TYPE_CHECKING
 
 from .claims import Verdict, judge
 from .compare import Plan, norms_of
@@ -19,6 +21,9 @@ from .view import cells, contest
 from .view.panels import draw_grid
 from .view.plot import draw, style
 from .view.report import write_report
+
+if TYPE_CHECKING:
+    from .jobs import Carrier
 
 
 def list_figures() -> None:
@@ -36,6 +41,7 @@ def run(
     data_folder: Path | None,
     seeds: int | None,
     jobs: int,
+    cluster: str | None,
     device: str,
     command: str,
 ) -> None:
@@ -48,24 +54,25 @@ def run(
             pass
         from .experiment import run_figure
     _check_device(device)
-    for figure in figures:
-        if len(figures) > 1:
-            print(f"== {figure.name}", file=sys.stderr)
-        results = run_figure(
-            figure,
-            SCALES[scale],
-            out,
-            data=data,
-            data_folder=data_folder,
-            seeds=seeds,
-            jobs=jobs,
-            device=device,
-            command=command,
-        )
-        print(table(results))
-        print(verdicts(judge(results)))
-        for path in draw(results, out):
-            print(path)
+    with _carrier(jobs, cluster) as carrier:
+        for figure in figures:
+            if len(figures) > 1:
+                print(f"== {figure.name}", file=sys.stderr)
+            results = run_figure(
+                figure,
+                SCALES[scale],
+                out,
+                data=data,
+                data_folder=data_folder,
+                seeds=seeds,
+                carrier=carrier,
+                device=device,
+                command=command,
+            )
+            print(table(results))
+            print(verdicts(judge(results)))
+            for path in draw(results, out):
+                print(path)
 
 
 def bench_online(
@@ -78,6 +85,7 @@ def bench_online(
     data: str,
     data_folder: Path | None,
     jobs: int,
+    cluster: str | None,
     device: str,
     out: Path,
     training: bool,
@@ -96,20 +104,22 @@ def bench_online(
         from .bench import run_grid
     if training:
         _check_device(device)
-    for grid in grids:
-        found = run_grid(grid, out, data_folder=data_folder, jobs=jobs, training=training)
-        print(cells.table(found))
-        print(cells.verdicts(found))
-        if page is not None:
-            cells.fill(page, found)
-        for path in [out / f"{grid.file_name}.json", *draw_grid(found, out)]:
-            print(path)
+    with _carrier(jobs, cluster if training else None) as carrier:
+        for grid in grids:
+            found = run_grid(grid, out, data_folder=data_folder, carrier=carrier, training=training)
+            print(cells.table(found))
+            print(cells.verdicts(found))
+            if page is not None:
+                cells.fill(page, found)
+            for path in [out / f"{grid.file_name}.json", *draw_grid(found, out)]:
+                print(path)
 
 
 def compare(
     plans: Sequence[Plan],
     data_folder: Path | None,
     jobs: int,
+    cluster: str | None,
     out: Path,
     training: bool,
     page: Path | None,
@@ -130,7 +140,9 @@ def compare(
         from .comparing import compare as train_and_compare
     for plan in plans if training else ():
         _check_device(plan.device)
-    for found in train_and_compare(plans, out, data_folder=data_folder, jobs=jobs, training=training):
+    with _carrier(jobs, cluster if training else None) as carrier:
+        compared = train_and_compare(plans, out, data_folder=data_folder, carrier=carrier, training=training)
+    for found in compared:
         print(contest.table(found))
         print(contest.sentences(found))
         fragment = out / f"{found.plan.file_name}.md"
@@ -189,6 +201,20 @@ def _check_device(name: str) -> None:
     with stoppable():
         from .devices import find
     find(name)
+
+
+@contextmanager
+def _carrier(jobs: int, cluster: str | None) -> "Iterator[Carrier]":
+    """Who trains: so many processes, or the workers of a cluster."""
+    with stoppable():
+        from .jobs import Processes
+    if cluster is None:
+        yield Processes(jobs)
+        return
+    with stoppable():
+        from .cluster import Cluster
+    with Cluster(cluster) as carrier:
+        yield carrier
 
 
 def _check_data(figures: Sequence[Figure], data: Sequence[str]) -> None:

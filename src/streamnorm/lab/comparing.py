@@ -10,7 +10,7 @@ from .compared import Compared, Scored, named, read_compared
 from .data import Images
 from .errors import LabError
 from .experiment import Say, train_all
-from .jobs import Loader
+from .jobs import HERE, Carrier, Loader
 from .results import Result, read_run
 from .runs import Run
 from .store import check_writable
@@ -22,7 +22,7 @@ def compare(
     out: Path,
     *,
     data_folder: Path | None = None,
-    jobs: int = 1,
+    carrier: Carrier = HERE,
     training: bool = True,
     say: Say = lambda line: print(line, file=sys.stderr),
 ) -> list[Compared]:
@@ -42,7 +42,7 @@ def compare(
         else:
             found.append(_begun(plan, before, load, root))
     if training:
-        _train(found, load, root, jobs, out, say)
+        _train(found, load, root, carrier, out, say)
     for each in found:
         each.write(out)
     return found
@@ -82,7 +82,7 @@ def _begun(plan: Plan, before: Compared | None, load: Loader, root: Path) -> Com
     return found
 
 
-def _train(found: list[Compared], load: Loader, root: Path, jobs: int, out: Path, say: Say) -> None:
+def _train(found: list[Compared], load: Loader, root: Path, carrier: Carrier, out: Path, say: Say) -> None:
     """All stages in their order; after each round the file is written, so that it can be watched."""
     plans = [each.plan for each in found]
     todo = list(stages(plans))
@@ -94,7 +94,7 @@ def _train(found: list[Compared], load: Loader, root: Path, jobs: int, out: Path
             names = {
                 run: f"{named(entry)} at {rate_of(rung):g}, seed {run.seed}" for run, (entry, rung) in wanted.items()
             }
-            results: dict[Run, Result] = train_all(names, load, root, jobs, say, known)
+            results: dict[Run, Result] = train_all(names, load, root, carrier, say, known)
             found[at] = found[at].with_runs((*wanted[run], result) for run, result in results.items())
             found[at].write(out)
 

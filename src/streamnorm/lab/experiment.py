@@ -9,7 +9,7 @@ import torch
 
 from .data import Images
 from .figures import Figure
-from .jobs import Loader, run_all, seconds
+from .jobs import HERE, Carrier, Loader, run_all, seconds
 from .progress import Bar
 from .results import FigureResults
 from .runs import DEFAULT_DEVICE, IMAGES, Run
@@ -28,7 +28,7 @@ def run_figure(
     data: Sequence[str] = (),
     data_folder: Path | None = None,
     seeds: int | None = None,
-    jobs: int = 1,
+    carrier: Carrier = HERE,
     device: str = DEFAULT_DEVICE,
     command: str = "",
     say: Say = lambda line: print(line, file=sys.stderr),
@@ -44,7 +44,7 @@ def run_figure(
     runs = [(label, run.with_seed(seed)) for seed in range(seeds or scale.seeds) for label, run in places]
     unique = list(dict.fromkeys(run for _, run in runs))  # curves may share a run
     names = {run: f"{label}, seed {run.seed}" for label, run in runs}
-    results = train_all({run: names[run] for run in unique}, load, out / "runs", jobs, say)
+    results = train_all({run: names[run] for run in unique}, load, out / "runs", carrier, say)
     by_label = {label: [results[run] for other, run in runs if other == label] for label, _ in curves}
     sets = {run.data: load(run) for _, run in runs}
     notes = [each.note for each in sets.values() if isinstance(each, Images)]
@@ -54,13 +54,18 @@ def run_figure(
 
 
 def train_all(
-    names: dict[Run, str], load: Loader, root: Path, jobs: int, say: Say, known: dict[Run, float] | None = None
+    names: dict[Run, str],
+    load: Loader,
+    root: Path,
+    carrier: Carrier,
+    say: Say,
+    known: dict[Run, float] | None = None,
 ) -> dict[Run, Row]:
     """The results of runs, each shown under its name while it is trained. `known`: see `estimate`."""
     runs = list(names)
-    bar = Bar(list(names.values()), estimate(runs, load, root, jobs, say, known))
+    bar = Bar(list(names.values()), estimate(runs, load, root, carrier, say, known))
     try:
-        return dict(zip(runs, run_all(runs, load, root, jobs, bar), strict=True))
+        return dict(zip(runs, run_all(runs, load, root, carrier, bar), strict=True))
     finally:
         bar.close()
 
@@ -72,7 +77,7 @@ def _data_for(run: Run, data: Sequence[str]) -> str | None:
 
 
 def estimate(
-    runs: list[Run], load: Loader, root: Path, jobs: int, say: Say, known: dict[Run, float] | None = None
+    runs: list[Run], load: Loader, root: Path, carrier: Carrier, say: Say, known: dict[Run, float] | None = None
 ) -> list[float]:
     """Seconds that each of `runs` will take, by a few updates of each kind, and a word about it.
 
@@ -80,18 +85,17 @@ def estimate(
     """
     missing = {run: _kind(run) for run in runs if not is_done(run, load(run), root)}
     known = {} if known is None else known
-    threads = torch.get_num_threads()
+    threads, room = torch.get_num_threads(), carrier.room(len(missing))
     if missing:
         say(f"{len(missing)} runs to train, {len(runs) - len(missing)} done before; measuring how long they take ...")
-        jobs = min(jobs, len(missing))
-        torch.set_num_threads(max(threads // jobs, 1))
+        torch.set_num_threads(room.threads)
         for run, kind in missing.items():
             if kind not in known:
                 known[kind] = seconds(run, load)
         torch.set_num_threads(threads)
     costs = [known[missing[run]] if run in missing else 0.0 for run in runs]
     if missing:
-        say(f"about {duration(max(sum(costs) / jobs, max(costs)))} in {jobs} process{'es' * (jobs > 1)}")
+        say(f"about {duration(max(sum(costs) / room.at_once, max(costs)))} {room.words}")
     return costs
 
 

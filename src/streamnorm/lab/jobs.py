@@ -1,7 +1,7 @@
-"""Many runs: found again where they were trained before, the rest trained here or in several processes.
+"""Many runs: found again where they were trained before, the rest handed to a carrier: here, or several processes.
 
 Each worker has a pipe of its own and nothing shared, so the death of one, however sudden, leaves the others working
-and its run to be gone on with.
+and its run to be gone on with. The other carrier is in `cluster`.
 """
 
 import contextlib
@@ -9,8 +9,8 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Protocol
@@ -33,6 +33,25 @@ class Progress(Protocol):
     def end(self, i: int) -> None: ...
 
 
+@dataclass(frozen=True)
+class Room:
+    """What a carrier has for runs."""
+
+    at_once: int  # runs
+    threads: int  # of each run
+    words: str
+
+
+class Carrier(Protocol):
+    """Who trains the runs that are missing."""
+
+    def room(self, runs: int) -> Room:
+        """For so many runs."""
+
+    def carry(self, runs: Mapping[int, Run], load: "Loader", root: Path, progress: Progress) -> dict[int, Row]:
+        """The results of `runs`, by their numbers. Those that are left out are trained here."""
+
+
 class Loader:
     """The data of runs, from `folder` if it is given; loaded once in each process that needs it."""
 
@@ -46,11 +65,10 @@ class Loader:
         return self.loaded[run.data]
 
 
-def run_all(runs: Sequence[Run], load: Loader, root: Path, jobs: int, progress: Progress) -> list[Row]:
+def run_all(runs: Sequence[Run], load: Loader, root: Path, carrier: Carrier, progress: Progress) -> list[Row]:
     """The results of `runs`, in order. `root`: the folder of all runs."""
-    missing = [i for i, run in enumerate(runs) if not is_done(run, load(run), root)]
-    jobs = min(jobs, len(missing))
-    trained = _run_in_processes(runs, missing, load, root, jobs, progress) if jobs > 1 else {}
+    missing = {i: run for i, run in enumerate(runs) if not is_done(run, load(run), root)}
+    trained = carrier.carry(missing, load, root, progress) if missing else {}
     return [trained[i] if i in trained else _run_here(i, run, load, root, progress) for i, run in enumerate(runs)]
 
 
@@ -60,39 +78,66 @@ def _run_here(i: int, run: Run, load: Loader, root: Path, progress: Progress) ->
     return result
 
 
+class Processes:
+    """So many of them on this machine; a single one is this one."""
+
+    def __init__(self, jobs: int) -> None:
+        self.jobs = jobs
+
+    def room(self, runs: int) -> Room:
+        jobs = max(min(self.jobs, runs), 1)
+        threads = max(torch.get_num_threads() // jobs, 1)
+        return Room(jobs, threads, f"in {jobs} process{'es' * (jobs > 1)}")
+
+    def carry(self, runs: Mapping[int, Run], load: Loader, root: Path, progress: Progress) -> dict[int, Row]:
+        room = self.room(len(runs))
+        return _run_in_processes(runs, load, root, room, progress) if room.at_once > 1 else {}
+
+
+HERE = Processes(1)
+
+
 def _run_in_processes(
-    runs: Sequence[Run], missing: Sequence[int], load: Loader, root: Path, jobs: int, progress: Progress
+    runs: Mapping[int, Run], load: Loader, root: Path, room: Room, progress: Progress
 ) -> dict[int, Row]:
     results: dict[int, Row] = {}
-    waiting = list(missing)
-    threads = max(torch.get_num_threads() // jobs, 1)
+    waiting = list(runs)
     workers: list[Worker] = []
-    old = signal.signal(signal.SIGTERM, _interrupt)  # so that the workers are asked to save, as they are by Ctrl-C
-    try:
-        for _ in range(jobs):
-            workers.append(Worker(load.folder, root, threads))
-        while len(results) < len(missing):
+    with terminable():
+        try:
+            for _ in range(room.at_once):
+                workers.append(Worker(load.folder, root, room.threads))
+            while len(results) < len(runs):
+                for worker in workers:
+                    if worker.run is None and waiting:
+                        worker.give(waiting.pop(0), runs)
+                busy = {worker.pipe: worker for worker in workers if worker.run is not None}
+                for pipe in wait(list(busy), timeout=1):
+                    worker = busy[pipe]  # type: ignore[index]
+                    kind, *rest = worker.hear()
+                    i = worker.run
+                    assert i is not None
+                    if kind == "progress":
+                        progress.advance(i, *rest)
+                    elif kind == "result":
+                        results[i], worker.run = rest[0], None
+                        progress.end(i)
+                    else:
+                        raise JobError(rest[0])
+        finally:
             for worker in workers:
-                if worker.run is None and waiting:
-                    worker.give(waiting.pop(0), runs)
-            busy = {worker.pipe: worker for worker in workers if worker.run is not None}
-            for pipe in wait(list(busy), timeout=1):
-                worker = busy[pipe]  # type: ignore[index]
-                kind, *rest = worker.hear()
-                i = worker.run
-                assert i is not None
-                if kind == "progress":
-                    progress.advance(i, *rest)
-                elif kind == "result":
-                    results[i], worker.run = rest[0], None
-                    progress.end(i)
-                else:
-                    raise JobError(rest[0])
-    finally:
-        for worker in workers:
-            worker.stop()
-        signal.signal(signal.SIGTERM, old)
+                worker.stop()
     return results
+
+
+@contextlib.contextmanager
+def terminable() -> Iterator[None]:
+    """Within, SIGTERM is heeded like Ctrl-C, so that whoever trains is asked to save."""
+    old = signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, old)
 
 
 def _interrupt(number: int, frame: Any) -> None:
@@ -113,7 +158,7 @@ class Worker:
         theirs.close()
         self.run: int | None = None
 
-    def give(self, i: int, runs: Sequence[Run]) -> None:
+    def give(self, i: int, runs: Mapping[int, Run]) -> None:
         self.run = i
         with contextlib.suppress(ConnectionError):  # a dead worker is noticed when it is listened to
             self.pipe.send(runs[i])
