@@ -354,6 +354,37 @@ def test_move_hooks():
     assert [name for name, _ in heard] == ["own", "forward"]
 
 
+class Nested(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(x)
+
+    def method(self, x):
+        return self.inner(x)
+
+
+class Asks(nn.Module):
+    def forward(self, x):
+        self.found = list(compat.calling_modules(self))
+        return x
+
+
+@canary
+def test_calling_modules():
+    layer = Asks()
+    inner = nn.Sequential(layer)
+    outer = Nested(inner)
+    outer(torch.ones(1))
+    assert layer.found == [layer, inner, inner, outer]  # the call of `inner`, and before it the method that it is in
+    Nested(layer).method(torch.ones(1))
+    assert [type(module) for module in layer.found] == [Asks, Nested]
+    layer(torch.ones(1))
+    assert layer.found == [layer]
+
+
 @canary
 def test_has_hooks():
     """Whatever a call of a module may do beyond `forward` of its class."""

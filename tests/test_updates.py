@@ -4,6 +4,7 @@ import copy
 import gc
 import pickle
 import warnings
+import weakref
 from contextlib import nullcontext
 
 import pytest
@@ -176,24 +177,36 @@ def test_two_optimizers_do_not_disturb_each_other():
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-def test_layers_without_parameters_need_attach(frozen):
+def test_layers_of_which_nothing_learns_hear_of_the_module_that_they_sit_in(frozen):
     model = network(affine=frozen)
     model[1].requires_grad_(False)
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.SGD(trainable, lr=0.1)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    other = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+    for _ in range(3):
+        backward(model)
+        assert counts(model[1]) == (1, 1)
+        other.step()
+        backward(model)
+        assert counts(model[1]) == (2, 2)
+        optimizer.step()
+
+
+def test_a_layer_without_parameters_that_is_attached_hears_of_that_alone():
+    model = network(affine=False)
+    first, second = (torch.optim.SGD(model[i].parameters(), lr=0.1) for i in (0, 3))
+    handle = attach(second, model)
     backward(model)
-    optimizer.step()
+    first.step()
     backward(model)
     assert counts(model[1]) == (2, 2)
-    handle = attach(optimizer, model)
-    optimizer.step()
+    second.step()
     backward(model)
     assert counts(model[1]) == (1, 1)
     handle.remove()
     handle.remove()
-    optimizer.step()
+    first.step()
     backward(model)
-    assert counts(model[1]) == (2, 2)
+    assert counts(model[1]) == (1, 1)
 
 
 class Foreign:
@@ -538,29 +551,34 @@ def test_a_network_that_only_acts_is_noticed():
             target(torch.randn(2, 4))
 
 
-def test_lbfgs_refuses_layers_that_it_does_not_know():
-    """Without a parameter in the optimizer nothing tells them to begin each evaluation alike."""
-    model = nn.Sequential(nn.Linear(4, 8), StreamingNorm(8, affine=False), nn.Tanh(), nn.Linear(8, 1))
+@pytest.mark.parametrize("outside", [False, True])
+def test_lbfgs_with_layers_that_have_no_parameter(outside):
+    """Without one they see in the first evaluation whom they belong to; if that is nobody, they are refused."""
+    norm = StreamingNorm(8, affine=False)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Identity() if outside else norm, nn.Tanh(), nn.Linear(8, 1))
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=4)
-    x = torch.randn(16, 4)
+    x = torch.randn(16, 4, requires_grad=outside)
 
     def closure():
         optimizer.zero_grad()
-        loss = model(x).square().mean()
+        loss = model(norm(x.repeat(1, 2))[:, :4] if outside else x).square().mean()
         loss.backward()
         return loss
 
-    with pytest.raises(RuntimeError, match=r"attach\(optimizer, model\)"):
-        optimizer.step(closure)
-    attach(optimizer, model)
-    assert optimizer.step(closure) > closure()
+    if outside:
+        with pytest.raises(RuntimeError, match=r"attach\(optimizer, model\)"):
+            optimizer.step(closure)
+        assert counts(norm) == (0, 0)
+        attach(optimizer, norm)
+    before = optimizer.step(closure)
+    assert counts(norm) == (1, 1)
+    assert closure() < before
 
 
 def test_a_norm_of_the_input_without_a_gain_awaits_no_gradient():
     """Nothing in front of it learns, so that no gradient comes back, and nothing is wrong."""
     model = nn.Sequential(StreamingNorm(4, affine=False), nn.Linear(4, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    attach(optimizer, model)
     for _ in range(2 * WINDOWS + 2):
         model(torch.randn(8, 4)).sum().backward()
         optimizer.step()
@@ -574,3 +592,190 @@ def test_a_compiled_layer_notices_what_it_did_not_hear_of(affine):
     for _ in range(3):
         compiled(torch.randn(8, 4)).sum().backward()
     assert (model[1]._pulse.forwards, model[1]._pulse.backwards) == (3, 3)
+
+
+# Layers without parameters, and where they sit
+
+
+class Block(nn.Module):
+    """A norm in a module of its own, beside what learns."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.linear, self.after = nn.Linear(4, 4), nn.Sequential(norm, nn.ReLU())
+
+    def forward(self, x):
+        return self.after(self.linear(x))
+
+
+def bare(**settings):
+    return StreamingNorm(4, affine=False, **settings)
+
+
+def hears(model, norm, optimizer, run=None):
+    """Whether a step is an update for a norm that is called in `run`; two windows make it sure."""
+    folds = []
+    for _ in range(2):
+        (run or model)(torch.randn(8, 4)).square().mean().backward()
+        before = int(norm.stats.count)
+        optimizer.step()
+        (run or model)(torch.randn(8, 4)).square().mean().backward()
+        folds.append(int(norm.stats.count) <= before)
+    assert len(set(folds)) == 1
+    return folds[0]
+
+
+def test_the_innermost_module_that_learns_decides():
+    first, second, norms = nn.Sequential(), nn.Sequential(), [bare(), bare(), bare()]
+    first.append(Block(norms[0]))
+    second.append(Block(norms[1]))
+    model = nn.Sequential(first, second, norms[2])
+    one, two = (torch.optim.SGD(part.parameters(), lr=0.1) for part in (first, second))
+    model(torch.randn(8, 4)).sum().backward()
+    one.step()
+    two.step()  # from now on both are known
+    assert [hears(model, norm, one) for norm in norms] == [True, False, True]
+    assert [hears(model, norm, two) for norm in norms] == [False, True, True]
+    first.requires_grad_(False)  # for a while, as a critic is for the generator's step
+    assert [hears(model, norm, two) for norm in norms[:2]] == [False, True]
+
+
+def test_two_optimizers_of_one_module_are_one_update_if_they_step_together():
+    model = Block(bare())
+    norm = model.after[0]
+    optimizers = [torch.optim.SGD([p], lr=0.1) for p in model.parameters()]
+    for _ in range(3):
+        for calls in (1, 2):
+            backward(model)
+            assert counts(norm) == (calls, calls)
+        for optimizer in optimizers:
+            optimizer.step()
+    long = norm.stats.long
+    for optimizer in optimizers:
+        optimizer.step()
+    assert torch.equal(norm.stats.long, long)
+
+
+def test_a_part_that_no_optimizer_owns_goes_with_the_rest():
+    """A backbone that is left out of the optimizer, frozen or not."""
+    model = nn.Sequential(Block(bare()), nn.Linear(4, 2))
+    assert hears(model, model[0].after[0], torch.optim.SGD(model[1].parameters(), lr=0.1))
+
+
+def test_layers_with_a_gain_that_learns_hear_of_its_optimizer_alone():
+    model = nn.Sequential(Block(StreamingNorm(4)), nn.Linear(4, 2))
+    assert not hears(model, model[0].after[0], torch.optim.SGD(model[1].parameters(), lr=0.1))
+    assert hears(model, model[0].after[0], torch.optim.SGD(model[0].after.parameters(), lr=0.1))
+
+
+def test_converted_norms_without_parameters_hear():
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.InstanceNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 1))
+    streamnorm.convert(model, report=None)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        model(torch.randn(2, 3, 5, 5)).sum().backward()
+        assert counts(model[1]) == (1, 1)
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    "how", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "pickle"]
+)
+def test_copies_without_parameters_hear_of_their_own_optimizer(how):
+    model = Block(bare())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert hears(model, model.after[0], optimizer)
+    other = how(model)
+    theirs = torch.optim.SGD(other.parameters(), lr=0.1)
+    assert not hears(other, other.after[0], optimizer)
+    assert hears(other, other.after[0], theirs)
+    assert not hears(model, model.after[0], theirs)
+    assert hears(model, model.after[0], optimizer)
+
+
+def test_a_norm_that_moves_hears_of_its_new_model():
+    norm = bare()
+    norm(torch.randn(8, 4))  # by itself, as in a test of it
+    old, new = Block(norm), Block(nn.Identity())
+    before, after = (torch.optim.SGD(model.parameters(), lr=0.1) for model in (old, new))
+    backward(old)
+    before.step()
+    backward(old)
+    before.step()
+    assert hears(old, norm, before)
+    old.after[0], new.after[0] = nn.Identity(), norm
+    backward(new)
+    after.step()
+    assert hears(new, norm, after)
+    assert not hears(new, norm, before)
+
+
+def test_parameters_that_are_replaced_are_found_again():
+    model = Block(bare())
+    assert hears(model, model.after[0], torch.optim.SGD(model.parameters(), lr=0.1))
+    model.load_state_dict({key: value.clone() for key, value in model.state_dict().items()}, assign=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    backward(model)
+    optimizer.step()
+    assert hears(model, model.after[0], optimizer)
+
+
+class Uncalled(nn.Module):
+    """Used by a method of its own, never called."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(4, 4), bare()
+
+    def features(self, x):
+        return self.norm(self.linear(x))
+
+
+def test_a_method_of_a_module_is_as_good_as_a_call():
+    model = Uncalled()
+    assert hears(model, model.norm, torch.optim.SGD(model.parameters(), lr=0.1), model.features)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_compiled_model_hears_without_parameters():
+    model = nn.Sequential(Block(bare()), nn.Linear(4, 2))
+    run = torch.compile(model, backend="aot_eager")
+    assert hears(model, model[0].after[0], torch.optim.SGD(model.parameters(), lr=0.1), run)
+
+
+def test_what_a_layer_sits_in_is_not_kept_alive():
+    model, other = Block(bare()), Block(bare())
+    norm, optimizer = model.after[0], torch.optim.SGD([*model.parameters(), *other.parameters()], lr=0.1)
+    assert hears(model, norm, optimizer)
+    assert hears(other, other.after[0], optimizer)
+    gone = weakref.ref(other), weakref.ref(other.after[0])
+    gc.collect()
+    gc.disable()
+    try:
+        del other
+        assert [each() for each in gone] == [None, None]
+    finally:
+        gc.enable()
+    assert hears(model, norm, optimizer)
+
+
+def test_a_layer_without_parameters_that_hears_does_not_warn():
+    model = Block(bare())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for _ in range(PATIENCE + 1):
+        backward(model)
+        optimizer.step()
+
+
+def test_steps_that_are_heard_leave_the_next_call_steady():
+    """Of the module's optimizer and of others: nothing is looked for again."""
+    model, others = Block(bare()), [nn.Linear(2, 2) for _ in range(2)]
+    optimizer, *rest = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, *others))
+    for _ in range(3):
+        backward(model)
+        for each in (*rest, optimizer, *rest):
+            each.step()
+        optimizer.step()
+    for _ in range(2 * WINDOWS):
+        optimizer.step()
+        assert model.after[0]._pulse.looked

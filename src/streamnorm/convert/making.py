@@ -79,8 +79,10 @@ class Make:
             if dims is not None:
                 new._remember(dims)
             self._start(new, mean, var, eps)
-            if isinstance(new, StreamingNorm) and not new.affine:
-                self.remarks.append("without parameters: streamnorm.attach tells it of weight updates")
+            if isinstance(new, StreamingNorm) and not new.affine and new.process_group is not None:
+                self.remarks.append(
+                    "without parameters, and merged over processes: streamnorm.attach tells it of weight updates"
+                )
         return new
 
     def _keep(self, new: nn.Module, tensors: dict[str, Tensor | None]) -> None:

@@ -151,6 +151,27 @@ def move_hooks(old: nn.Module, new: nn.Module) -> None:
         new._is_full_backward_hook = old._is_full_backward_hook
 
 
+_CALL = nn.Module.__call__.__code__
+
+
+def calling_modules(layer: nn.Module) -> Iterator[nn.Module]:
+    """The modules whose calls are on the stack, innermost first, and the one whose method calls the layer.
+
+    Variables of no other frames are read: before Python 3.13 a frame that is asked for them keeps them.
+    """
+    inner = None
+    for frame in _stack():
+        if frame.f_code is _CALL:
+            inner = frame.f_locals["self"]
+            yield inner
+        elif inner is layer and frame.f_code.co_varnames[:1] == ("self",):
+            inner = frame.f_locals.get("self")
+            if isinstance(inner, nn.Module):
+                yield inner
+        else:
+            inner = None
+
+
 def has_hooks(module: nn.Module) -> bool:
     """Whether calling the module may do more than its class says."""
     hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ..core.state import State
 from . import compat, merging
 from .merging import Share
+from .rooms import Rooms, around
 
 PATIENCE = 256  # passes without an update, or calls without a gradient, before a layer asks whether that is meant
 WINDOWS = 32  # between weight updates, before it asks the same of calls that no gradient came back from
@@ -31,10 +32,14 @@ class Pulse:
     __slots__ = (
         "asked",
         "at_version",
+        "attachments",
         "backwards",
         "forwards",
         "in_backward",
+        "looked",
+        "missed",
         "passes",
+        "rooms",
         "unheard",
         "updates",
         "version",
@@ -46,6 +51,10 @@ class Pulse:
         self.passes, self.in_backward = 0, False  # backward passes: the timesteps of one pass count once
         self.version, self.at_version = -1, 0  # of the gain at the last training call, and `updates` then
         self.unheard = 0  # changes of the gain that no update explains
+        self.rooms: Rooms = ()  # the modules that the layer sits in, as far as it knows
+        self.looked = False  # for them
+        self.missed = 0  # steps of optimizers since the last update heard of
+        self.attachments = 0
         self.asked = False
 
 
@@ -56,6 +65,7 @@ class Listener(nn.Module):
     _number = 0  # in the order of making, in which all processes merge
     _name_tag: Tensor  # the same, for operators of the compiler, which know tensors and not the layers that own them
     _pulse: Pulse
+    process_group: Any = None  # whose processes merge their windows
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +85,10 @@ class Listener(nn.Module):
     def _on_step(self, found_inf: Tensor | None) -> None:
         pulse = self._pulse
         pulse.updates += 1
-        if not pulse.asked and pulse.updates >= WINDOWS and pulse.forwards > 1.25 * pulse.backwards + WINDOWS:
+        pulse.missed = 0
+        often = pulse.updates >= WINDOWS and pulse.forwards > 1.25 * pulse.backwards + WINDOWS
+        # From a norm of the input without a gain no gradient comes back.
+        if often and not pulse.asked and (pulse.backwards or self._parameters.get("weight") is not None):
             self._ask(
                 f"was called {pulse.forwards} times in training mode and got gradients back from {pulse.backwards} of "
                 "these calls. Each call counts in its statistics: make the others (action selection, logging, a "
@@ -111,7 +124,24 @@ class Listener(nn.Module):
         """A training call begins. `awaited`: unless nothing needs a gradient, one may come back."""
         self._pulse.forwards += awaited
         self._pulse.in_backward = False
+        if not self._pulse.looked:
+            self._look_around()
         self._notice(weight)
+
+    def _look_around(self) -> None:
+        """See which modules the layer sits in. The others in the same model need not look for themselves then."""
+        self._pulse.looked = True
+        for layer, rooms in around(self, lambda module: isinstance(module, Listener)):
+            pulse: Pulse = layer._pulse  # type: ignore[assignment]
+            if layer is self or not pulse.rooms:
+                pulse.rooms, pulse.looked = rooms, True
+
+    def _miss(self, elsewhere: bool) -> None:
+        """A step that the layer did not hear of. Where it is not known to belong `elsewhere`, look around again."""
+        pulse = self._pulse
+        pulse.missed += 1
+        if pulse.missed % WINDOWS == (0 if elsewhere else 1):
+            pulse.looked = False
 
     def _notice(self, weight: Tensor | None) -> None:
         """A gain that changes from call to call is proof of weight updates; calls without them may not be meant."""
@@ -155,8 +185,8 @@ class Listener(nn.Module):
 
 
 _TELL_IT = (
-    " So it averages over all calls. If its parameters are in no torch optimizer (frozen, affine=False, a foreign "
-    "optimizer), call streamnorm.attach(optimizer, model) once, or layer.weights_updated() after each update."
+    " So it averages over all calls. If no optimizer of torch owns parameters of the layer or of the module that it is "
+    "in, call streamnorm.attach(optimizer, model) once, or layer.weights_updated() after each update."
 )
 
 

@@ -17,6 +17,7 @@ from torch.optim.optimizer import (
 
 from .compat import within_sharded_step
 from .listener import Listener, Scaler, listeners, on_step
+from .rooms import Room, still_in
 
 
 class Removable(Protocol):
@@ -24,6 +25,7 @@ class Removable(Protocol):
 
 
 _attached: WeakKeyDictionary[Optimizer, list[list[Listener]]] = WeakKeyDictionary()
+_owned: WeakKeyDictionary[Optimizer, set[int]] = WeakKeyDictionary()  # by each one that has made a step
 
 
 def after_step(optimizer: Optimizer, args: Any = (), kwargs: Any = None) -> None:
@@ -34,15 +36,56 @@ def after_step(optimizer: Optimizer, args: Any = (), kwargs: Any = None) -> None
 
 
 def listeners_of(optimizer: Optimizer) -> list[Listener]:
-    """The layers whose parameters an optimizer owns, and those attached to it, in the order of their making."""
-    owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    """The layers whose parameters an optimizer owns, and those attached to it, in the order of their making.
+
+    A layer of which nothing learns goes with the innermost module around it of which something does.
+    """
+    ownership = _Ownership(optimizer)
     found = {layer for layers in _attached.get(optimizer, ()) for layer in layers}
     for layer in list(listeners):
         # `parameters()` is slow, and only needed where a parametrization put them into submodules.
-        own = layer.parameters() if layer._modules else layer._parameters.values()
-        if any(id(p) in owned for p in own):
+        own = list(layer.parameters()) if layer._modules else [p for p in layer._parameters.values() if p is not None]
+        if any(id(p) in ownership.owned for p in own) or ownership.has_around(layer, own):
             found.add(layer)
     return sorted(found, key=lambda layer: layer._number)
+
+
+class _Ownership:
+    """What one optimizer owns at its step, and what the others did at theirs."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        self.others = [owned for other, owned in _owned.items() if other is not optimizer]
+        _owned[optimizer] = self.owned
+        self._rooms: dict[Room, bool | None] = {}
+
+    def has_around(self, layer: Listener, own: list[nn.Parameter]) -> bool:
+        """Whether a layer of which nothing learns sits in a module of which something does, by this optimizer.
+
+        The innermost such module decides. Several optimizers may own parts of it: the layer hears of each.
+        """
+        pulse = layer._pulse
+        # Processes that merge have to agree on when to, and not all of them may have called the layer.
+        if pulse.attachments or layer.process_group is not None or any(p.requires_grad for p in own):
+            return False
+        ours = False if any(id(p) in owned for p in own for owned in self.others) else None
+        depth = 0
+        while ours is None and depth < len(pulse.rooms):
+            ours = self._of(pulse.rooms[depth])
+            depth += 1
+        if ours is not None and not still_in(layer, pulse.rooms[:depth]):
+            pulse.rooms, pulse.looked = (), False
+        elif ours:
+            return True
+        layer._miss(elsewhere=ours is False)
+        return False
+
+    def _of(self, room: Room) -> bool | None:
+        """Whether this optimizer owns a part of a module; None if no optimizer does."""
+        if room not in self._rooms:  # many layers may sit in it
+            ours = room.has_any(self.owned)
+            self._rooms[room] = True if ours else False if any(map(room.has_any, self.others)) else None
+        return self._rooms[room]
 
 
 def _found_inf(optimizer: object) -> Tensor | None:
@@ -58,10 +101,12 @@ def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]
     layers = listeners_of(optimizer)
     optimizer_again, *given = args
     closure = given[0] if given else kwargs.get("closure")
-    return (optimizer_again, _repeatable(closure, layers)), {}
+    return (optimizer_again, _repeatable(closure, layers, lambda: listeners_of(optimizer))), {}
 
 
-def _repeatable(closure: Callable[[], Any], layers: Sequence[Listener]) -> Callable[[], Any]:
+def _repeatable(
+    closure: Callable[[], Any], layers: Sequence[Listener], look_again: Callable[[], Sequence[Listener]]
+) -> Callable[[], Any]:
     """A closure whose evaluations all begin with the statistics that the first one began with.
 
     In each of them the layers are batch norms, differentiated exactly: gradients of earlier mini-batches belong to
@@ -71,8 +116,12 @@ def _repeatable(closure: Callable[[], Any], layers: Sequence[Listener]) -> Calla
     others = [layer for layer in listeners if layer not in layers]
     calls, undo = [layer._pulse.forwards for layer in others], [layer._rewinder() for layer in others]
 
+    instead: Callable[[], Any] | None = None
+
     def evaluate() -> Any:
-        nonlocal evaluations
+        nonlocal evaluations, instead
+        if instead is not None:
+            return instead()
         evaluations += 1
         if evaluations > 1:
             for restore in begin:
@@ -81,15 +130,18 @@ def _repeatable(closure: Callable[[], Any], layers: Sequence[Listener]) -> Calla
             for layer in layers:
                 stack.enter_context(layer._exactly())
             loss = closure()
-        if [layer._pulse.forwards for layer in others] != calls:
-            for restore in begin + undo:
-                restore()
-            raise RuntimeError(
-                "LBFGS evaluates its closure several times per step, and a streaming layer that runs in it has no "
-                "parameter in the optimizer (affine=False, or frozen), so its statistics would move in between: call "
-                "streamnorm.attach(optimizer, model) once"
-            )
-        return loss
+        if [layer._pulse.forwards for layer in others] == calls:
+            return loss
+        for restore in begin + undo:
+            restore()
+        more = look_again()
+        if len(more) > len(layers):  # layers that saw only now which module they sit in
+            instead = _repeatable(closure, more, look_again)
+            return instead()
+        raise RuntimeError(
+            "LBFGS evaluates its closure several times per step, and a streaming layer that runs in it is not known to "
+            "be trained by it, so its statistics would move in between: call streamnorm.attach(optimizer, model) once"
+        )
 
     return evaluate
 
@@ -119,7 +171,8 @@ class _Attachment:
 def attach(optimizer: Any, module: nn.Module, scaler: Scaler | None = None) -> Removable:
     """Let every streaming layer in `module` hear of the steps of `optimizer`; returns a handle with `remove()`.
 
-    Needed for layers that own no parameters in a torch optimizer: `affine=False`, frozen ones, foreign optimizers.
+    Needed for optimizers that are not torch's, and where neither a layer nor a module around it has parameters in one.
+    A layer without parameters that is attached to an optimizer hears of that one alone.
 
     Args:
         optimizer: anything with a `step()`.
@@ -139,12 +192,18 @@ def attach(optimizer: Any, module: nn.Module, scaler: Scaler | None = None) -> R
     if scaler is not None and not callable(getattr(scaler, "scale", None)):
         raise TypeError(f"attach: scaler={scaler!r} is not a GradScaler (it has no scale method)")
 
-    undo = [_after_steps_of(optimizer, layers)]
+    undo = [_after_steps_of(optimizer, layers), lambda: _count_attachments(layers, -1)]
+    _count_attachments(layers, 1)
     if scaler is not None:
         for layer in layers:
             layer._scalers += (scaler,)
         undo.append(lambda: _detach_scaler(layers, scaler))
     return _Attachment(undo)
+
+
+def _count_attachments(layers: list[Listener], by: int) -> None:
+    for layer in layers:
+        layer._pulse.attachments += by
 
 
 def _detach_scaler(layers: list[Listener], scaler: Scaler) -> None:

@@ -78,12 +78,12 @@ class Calls(Stateful):
         known = own.get("_known")
         if known is None or not own["training"] or self._paused or known.among is not backends.in_use:
             return None
-        if type(x) is not Tensor or is_rewritten() or replay.is_watched():
+        pulse = own["_pulse"]
+        if type(x) is not Tensor or not pulse.looked or is_rewritten() or replay.is_watched():
             return None
         weight, bias = own["_parameters"].get("weight"), own["_parameters"].get("bias")
         if (weight is None and own["affine"]) or not known.fits(x, weight, bias):
             return None  # parametrized, or another input
-        pulse = own["_pulse"]
         pulse.in_backward = False
         pulse.forwards += 1
         if weight is None:

@@ -30,7 +30,6 @@ class Stateful(Norm, Listener):
 
     config: Config
     _config_type = Config
-    process_group: Any = None
     _version = 4
     _state: State
     seen_before: Tensor  # `seen` when the windows of all processes were last merged
