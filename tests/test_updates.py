@@ -540,6 +540,49 @@ def test_calls_that_are_paused_are_not():
         optimizer.step()
 
 
+@pytest.mark.parametrize("affine", [True, False])
+def test_training_in_evaluation_mode_is_noticed(affine):
+    model = network(affine=affine).eval()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def updates(n):
+        for _ in range(n):
+            for _ in range(2):
+                backward(model)
+            optimizer.step()
+
+    updates(WINDOWS - 1)
+    with pytest.warns(UserWarning, match=r"evaluation mode.*32 weight updates.*never in training.*model\.train\(\)"):
+        updates(1)
+    updates(2 * WINDOWS)
+
+
+def batchnorm_loaded(model):
+    model[1].load_state_dict(nn.BatchNorm1d(6).state_dict() | {"running_mean": torch.ones(6)}, strict=False)
+
+
+FOR_A_REASON = {
+    "it was trained before": lambda model: model.train()(torch.randn(8, 4)),
+    "its statistics were loaded": batchnorm_loaded,
+    "without gradients it is a test": lambda model: setattr(model, "forward", torch.no_grad()(model.forward)),
+}
+
+
+@pytest.mark.parametrize("reason", FOR_A_REASON)
+def test_evaluation_mode_for_a_reason_is_not(reason):
+    model = network()
+    FOR_A_REASON[reason](model)
+    model.eval()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(WINDOWS + 2):
+        y = model(torch.randn(8, 4))
+        if y.requires_grad:
+            y.sum().backward()
+        optimizer.step()
+    for _ in range(WINDOWS + 2):  # nor a network that is updated and not called
+        optimizer.step()
+
+
 def test_a_network_that_only_acts_is_noticed():
     target = network()
     with torch.no_grad():

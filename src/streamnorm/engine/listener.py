@@ -17,7 +17,7 @@ from .merging import Share
 from .rooms import Rooms, around
 
 PATIENCE = 256  # passes without an update, or calls without a gradient, before a layer asks whether that is meant
-WINDOWS = 32  # between weight updates, before it asks the same of calls that no gradient came back from
+WINDOWS = 32  # between weight updates, before it asks the same of calls without a gradient, or in evaluation alone
 
 
 class Scaler(Protocol):
@@ -34,6 +34,7 @@ class Pulse:
         "at_version",
         "attachments",
         "backwards",
+        "evaluated",
         "forwards",
         "in_backward",
         "looked",
@@ -41,6 +42,7 @@ class Pulse:
         "passes",
         "rooms",
         "unheard",
+        "untrained",
         "updates",
         "version",
     )
@@ -51,6 +53,8 @@ class Pulse:
         self.passes, self.in_backward = 0, False  # backward passes: the timesteps of one pass count once
         self.version, self.at_version = -1, 0  # of the gain at the last training call, and `updates` then
         self.unheard = 0  # changes of the gain that no update explains
+        self.evaluated = False  # called in evaluation mode, with gradients, since the last update
+        self.untrained = 0  # windows in which it was, and never in training mode
         self.rooms: Rooms = ()  # the modules that the layer sits in, as far as it knows
         self.looked = False  # for them
         self.missed = 0  # steps of optimizers since the last update heard of
@@ -94,7 +98,20 @@ class Listener(nn.Module):
                 "these calls. Each call counts in its statistics: make the others (action selection, logging, a "
                 "generator's step) inside of streamnorm.paused(model), or after model.eval()."
             )
+        if pulse.evaluated:
+            pulse.evaluated = False
+            pulse.untrained += 1
+            if pulse.untrained == WINDOWS and not pulse.forwards and self._is_fresh:
+                self._ask(
+                    f"was called in evaluation mode between {WINDOWS} weight updates, and never in training mode. It "
+                    "has no statistics, and normalizes with mean 0 and sigma 1: call model.train() before training."
+                )
         self._mark_update(found_inf)
+
+    @property
+    def _is_fresh(self) -> bool:
+        """Whether it has no statistics, of data or loaded."""
+        raise NotImplementedError
 
     def _mark_update(self, found_inf: Tensor | None) -> None:
         """Remember that the weights changed, unless `found_inf` is non-zero: then the step was skipped."""
@@ -127,6 +144,14 @@ class Listener(nn.Module):
         if not self._pulse.looked:
             self._look_around()
         self._notice(weight)
+
+    def _on_evaluation(self) -> None:
+        """A call in evaluation mode begins."""
+        pulse = self._pulse
+        if not pulse.forwards and torch.is_grad_enabled():
+            pulse.evaluated = True
+            if not pulse.looked:
+                self._look_around()
 
     def _look_around(self) -> None:
         """See which modules the layer sits in. The others in the same model need not look for themselves then."""

@@ -53,6 +53,10 @@ class Calls(Stateful):
         """Folds are made in plain torch, which all processes of a group round alike, with or without a batch."""
         return self.process_group is not None
 
+    @property
+    def _is_fresh(self) -> bool:
+        return not self._state.seen.is_meta and not bool(self._state.seen)
+
     def _state_for(self, x: Tensor) -> State:
         return stream.bind(self._state, self._statistic_shape(x))
 
@@ -112,6 +116,8 @@ class Calls(Stateful):
     def _begin_evaluation(self, x: Tensor, mask: Tensor | None, entry: Entry | None) -> Computation:
         mean, sigma = self._used(self._state)
         check_memory(mean=mean, sigma=sigma)
+        if not self.training:
+            self._on_evaluation()
         if entry is not None and entry.again:
             mean, sigma = entry.kept
         elif entry is not None or torch.is_grad_enabled() or transformed():
@@ -172,6 +178,8 @@ class Calls(Stateful):
             self._on_forward(self._parameters.get("weight"))
             if self._folds_alike:
                 self._fold_alike(self._state)
+        elif not self.training:
+            self._on_evaluation()
         if entry is not None:
             entry.kept = stream.copied(self._state)
         return self._look(runner), self._receive
