@@ -9,7 +9,22 @@ import pytest
 import torch
 from torch import nn
 
-from streamnorm import GRU, LSTM, RNN, ConvRNN, GeneralBatchNorm, NormRef, SampleNorm, StreamingNorm, TimeSpecificNorm
+from streamnorm import (
+    GRU,
+    LSTM,
+    RNN,
+    Affine,
+    ConvRNN,
+    GeneralBatchNorm,
+    NormRef,
+    RNNCell,
+    SampleNorm,
+    StreamingNorm,
+    TimeSpecificNorm,
+    fuse,
+    to_batchnorm,
+)
+from streamnorm.convert.deploy import FixedAffine
 
 OLD = torch.__version__ < "2.7"
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the exporters, about themselves
@@ -242,3 +257,125 @@ def test_the_example_of_the_docs(runtime, tmp_path, monkeypatch):
     page = (Path(__file__).parent.parent / "docs/export.md").read_text()
     (block,) = re.findall(r"```python onnx\n(.*?)```", page, re.DOTALL)
     exec(compile(block, "export.md", "exec"), {})
+
+
+# torch.fx and torch.jit.script
+
+
+class Around(nn.Module):
+    """Modules of ours among operations of torch, with a mask and without."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.first, self.norm, self.gain = nn.Conv1d(3, 4, 1), norm, Affine(4)
+
+    def forward(self, x, mask=None):
+        h = self.first(x).relu()
+        return self.gain(self.norm(h, mask=mask)) + h
+
+
+class Unpacks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gru, self.cell, self.conv = GRU(3, 4), RNNCell(4, 4), ConvRNN(3, 2)
+
+    def forward(self, x):
+        output, last = self.gru(x)
+        return self.cell(output[0], last[0]), self.conv(x[..., None, None])[0]
+
+
+class OnlyTorch(torch.fx.Tracer):
+    """As those that take features out of a model have it: all that is torch's is a leaf, sequences too."""
+
+    def is_leaf_module(self, m, module_qualified_name):
+        return m.__module__.startswith("torch.nn")
+
+
+NORMS = {
+    "streaming": lambda: StreamingNorm(4),
+    "last": lambda: Swapped(StreamingNorm(4, channel_dim=-1)),
+    "located": lambda: StreamingNorm(4, ref="BA6"),
+    "batch": lambda: GeneralBatchNorm(4),
+    "steps": lambda: TimeSpecificNorm(4, steps=2),
+    "sample": lambda: SampleNorm(4),
+    "fixed": lambda: FixedAffine(torch.rand(2, 4), torch.rand(2, 4)),
+}
+
+
+class Swapped(nn.Module):
+    def __init__(self, norm):
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, x, mask=None):
+        return self.norm(x.transpose(1, 2), mask).transpose(1, 2)
+
+
+@pytest.mark.parametrize("tracer", [torch.fx.Tracer, OnlyTorch])
+@pytest.mark.parametrize("name", NORMS)
+def test_a_norm_is_one_node_for_fx(name, tracer):
+    model = Around(NORMS[name]())
+    x, mask = torch.randn(5, 3, 6), torch.rand(5, 6) > 0.3
+    model(x)
+    graph = tracer().trace(model, {"mask": None})
+    traced = torch.fx.GraphModule(model, graph)
+    called = [node.target for node in graph.nodes if node.op == "call_module"]
+    assert called == ["first", "norm.norm" if name == "last" else "norm", "gain"]
+    close(traced.eval()(x), model.eval()(x))
+    close(torch.fx.GraphModule(model, tracer().trace(model))(x, mask), model(x, mask))
+    if name == "streaming":  # it goes on learning
+        traced.train()(x).sum().backward()
+        assert int(traced.norm.stats.count) == 2
+
+
+def test_recurrent_layers_are_one_node_for_fx():
+    model = Unpacks()
+    x = torch.randn(4, 5, 3)
+    model(x)
+    traced = torch.fx.symbolic_trace(model.eval())
+    assert [node.target for node in traced.graph.nodes if node.op == "call_module"] == ["gru", "cell", "conv"]
+    for ours, theirs in zip(traced(x), model(x), strict=True):
+        close(ours, theirs)
+
+
+def test_fx_is_told_what_it_cannot_look_into():
+    class Doubled(StreamingNorm):
+        def forward(self, x, mask=None, step=0):
+            return 2 * super().forward(x, mask, step)
+
+    with pytest.raises(TypeError, match=r"Doubled has a forward of its own.*is_leaf_module"):
+        torch.fx.symbolic_trace(nn.Sequential(Doubled(4)))
+    with pytest.raises(TypeError, match="trace a model that holds it"):
+        torch.fx.symbolic_trace(StreamingNorm(4))
+
+
+@pytest.mark.parametrize("channel_dim", [1, -1])
+@pytest.mark.parametrize("space", [(), (6,)])
+def test_constants_are_scripted_and_traced(channel_dim, space):
+    layer = FixedAffine(torch.rand(2, 4, *space), torch.rand(2, 4, *space), channel_dim=channel_dim)
+    x, mask = torch.randn(5, 4, 6), torch.rand(5, 6) > 0.3
+    x = x if channel_dim == 1 else x.movedim(1, -1)
+    file = io.BytesIO()
+    torch.jit.save(torch.jit.script(layer), file)
+    file.seek(0)
+    scripted = torch.jit.load(file)
+    for arguments in ((x,), (x, mask), (x, None, 1), (x, mask, 7), (x.half(),), (x.double(),)):
+        y = layer(*arguments)
+        assert scripted(*arguments).dtype == y.dtype
+        close(scripted(*arguments), y)
+    close(torch.jit.trace(layer, (x,))(x[:3]), layer(x[:3]))
+    close(torch.jit.script(torch.fx.symbolic_trace(nn.Sequential(layer)))(x), layer(x))
+    if space:
+        with pytest.raises(torch.jit.Error, match="spatial size"):
+            scripted(torch.randn(5, 4, 1) if channel_dim == 1 else torch.randn(5, 1, 4))
+
+
+def test_a_deployed_model_is_scripted():
+    layers = nn.Conv2d(3, 4, 3), StreamingNorm(4, ref="BA6"), nn.ReLU(), nn.Conv2d(4, 2, 1), StreamingNorm(2)
+    model = nn.Sequential(*layers)
+    x = torch.randn(4, 3, 6, 6)
+    model(x)
+    for new in (to_batchnorm(model.eval(), report=None), fuse(model, example=x, report=None)):
+        close(torch.jit.script(new)(x), model(x))
+        close(torch.jit.trace(new, (x,))(x), model(x))
+        close(torch.fx.symbolic_trace(new)(x), model(x))

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.algorithm import tested
-from ..core.statistics import masked
-from ..engine.context import evaluating
+from ..engine.context import Proxy, evaluating, recorded
 from ..nn.base import Norm, check_channel_dim, mask_over_channels, to_channels_first
 from ..nn.batch import GeneralBatchNorm, TimeSpecificNorm
 from ..nn.recurrent.step import Norms
@@ -62,16 +61,24 @@ class FixedAffine(nn.Module):
         self.register_buffer("shift", shift)
 
     def forward(self, x: Tensor, mask: Tensor | None = None, step: int = 0) -> Tensor:
-        given, x = x.dtype, to_channels_first(x, self.num_features, self.channel_dim)
-        index = min(step, len(self.scale) - 1)
+        # torch.jit.script leaves out the checks, and takes the rest as it is written.
+        if not torch.jit.is_scripting():  # type: ignore[attr-defined]
+            if isinstance(x, Proxy):
+                return recorded(self, x, mask=mask, step=step)
+            channels_first = to_channels_first(x, self.num_features, self.channel_dim)
+            if mask is not None:
+                mask_over_channels(mask, channels_first)
+        given = x.dtype
+        x = x if self.channel_dim == 1 else x.movedim(-1, 1)
+        index = min(step, self.scale.shape[0] - 1)
         scale, shift = self.scale[index], self.shift[index]
-        space = tuple(scale.shape[1:])
-        if space and space != tuple(x.shape[2:]):
-            raise ValueError(f"input has spatial size {tuple(x.shape[2:])}, but the constants are for {space}")
-        shape = (*scale.shape, *(1 for _ in x.shape[1 + scale.ndim :]))
-        x = x.to(torch.promote_types(given, scale.dtype))
-        y = torch.addcmul(shift.reshape(shape), x, scale.reshape(shape))
-        y = y if mask is None else masked(y, mask_over_channels(mask, x))
+        size, space = list(x.shape[2:]), list(scale.shape[1:])
+        if len(space) > 0 and space != size:
+            raise ValueError(f"input has spatial size {size}, but the constants are for {space}")
+        shape = [scale.shape[0]] + space + [1] * (len(size) - len(space))
+        y = torch.addcmul(shift.reshape(shape), x.to(torch.promote_types(given, scale.dtype)), scale.reshape(shape))
+        if mask is not None:
+            y = torch.where(mask.expand([x.shape[0]] + size).unsqueeze(1), y, 0)  # noqa: RUF005
         return (y if self.channel_dim == 1 else y.movedim(1, -1)).to(given)
 
     def extra_repr(self) -> str:

@@ -1,4 +1,4 @@
-"""What kind of call this is: eager, compiled, exported, or transformed by torch.func, forward-mode AD or tracing.
+"""What kind of call this is: eager, compiled, exported, recorded by torch.fx, or transformed: torch.func, AD, tracing.
 
 Transforms want ordinary operations and no side effects. A call that changes no statistics gives them that; one in
 training, which streams statistics, is refused. torch.compile is not among them: it is served by `operators`.
@@ -6,9 +6,11 @@ training, which streams statistics, is refused. torch.compile is not among them:
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Proxy as Proxy
 
 from ..backends.memory import ORDINARY, has_memory
 from . import compat
@@ -54,6 +56,22 @@ def refuse_transforms(who: str) -> None:
         f"{training}, which neither torch.func (grad, vmap, jvp, ...) nor forward-mode differentiation allows: call "
         "model.eval() first, or make the call inside streamnorm.paused(model), or train with loss.backward()"
     )
+
+
+def recorded(module: nn.Module, x: Proxy, **settings: Any) -> Any:
+    """A call for torch.fx, which gives proxies to modules that it does not know: one node, as of a module of torch."""
+    if type(module).forward.__module__.split(".")[0] != __name__.split(".")[0] or "forward" in vars(module):
+        raise TypeError(
+            f"{type(module).__name__} has a forward of its own, which torch.fx cannot look into: let is_leaf_module of "
+            "the tracer be true for it"
+        )
+    tracer: Any = x.tracer
+    name = tracer.path_of_module(module)
+    if not name:
+        raise TypeError(f"{type(module).__name__} is one step for torch.fx: trace a model that holds it")
+    defaults = [key for key, value in settings.items() if value is None or (isinstance(value, int) and value == 0)]
+    given = {key: value for key, value in settings.items() if key not in defaults}
+    return tracer.create_proxy("call_module", name, (x,), given)
 
 
 def refuse_second_derivative(who: str = "streamnorm layers", way_out: str = "") -> None:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.statistics import channelwise
-from ..engine.context import check_memory
+from ..engine.context import Proxy, check_memory, recorded
 from .base import Device, check_channel_dim, check_count, check_dtype, new_affine, reset_affine, to_channels_first
 from .hints import hinted
 
@@ -47,6 +47,8 @@ class Affine(nn.Module):
         reset_affine(self.weight, self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
+        if isinstance(x, Proxy):
+            return recorded(self, x)
         check_memory(input=x if isinstance(x, Tensor) else None, weight=self.weight, bias=self.bias)
         y = to_channels_first(x, self.num_features, self.channel_dim)
         y = (y * channelwise(self.weight, y) + channelwise(self.bias, y)).to(x.dtype)

@@ -10,7 +10,7 @@ from ..core.config import Statistic, is_number
 from ..core.reference import NormRef, code_of
 from ..core.statistics import fixed_center, mini_batch_statistics
 from ..engine import replay
-from ..engine.context import transformed
+from ..engine.context import Proxy, recorded, transformed
 from ..engine.function import evaluate, normalize_mini_batch, normalize_ordinary
 from .base import Device, Norm, check_count, moved, statistics_like
 from .hints import hinted
@@ -190,6 +190,8 @@ class GeneralBatchNorm(_RunningNorm):
         super().__init__(num_features, config, (), momentum, affine, channel_dim, device, dtype)
 
     def forward(self, x: Tensor, mask: Tensor | None = None, step: int = 0) -> Tensor:
+        if isinstance(x, Proxy):
+            return recorded(self, x, mask=mask, step=step)
         if step:
             self._remember_step()
         return self._normalize(x, mask, (), learns=True)
@@ -250,6 +252,8 @@ class TimeSpecificNorm(_RunningNorm):
         self.steps = steps
 
     def forward(self, x: Tensor, mask: Tensor | None = None, step: int = 0) -> Tensor:
+        if isinstance(x, Proxy):
+            return recorded(self, x, mask=mask, step=step)
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
             raise ValueError(f"step={step!r}: must be the position in the sequence, a whole number of at least 0")
         return self._normalize(x, mask, (min(step, self.steps - 1),), learns=step < self.steps)

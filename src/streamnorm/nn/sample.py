@@ -8,7 +8,7 @@ from torch import Tensor
 from ..core.config import Statistic
 from ..core.reference import NormRef, code_of
 from ..core.statistics import fixed_center
-from ..engine.context import transformed
+from ..engine.context import Proxy, recorded, transformed
 from ..engine.function import normalize_mini_batch, normalize_ordinary
 from .base import Device, Norm
 from .hints import hinted
@@ -72,6 +72,8 @@ class SampleNorm(Norm):
         return False
 
     def forward(self, x: Tensor, mask: Tensor | None = None, step: int = 0) -> Tensor:
+        if isinstance(x, Proxy):
+            return recorded(self, x, mask=mask, step=step)
         x, mask = self._to_channels_first(x, mask)
         if transformed():
             y = normalize_ordinary(x, self.weight, self.bias, mask, self.config, self._center)

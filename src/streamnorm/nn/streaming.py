@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ..core.config import Config
 from ..core.reference import NormRef
+from ..engine.context import Proxy, recorded
 from ..engine.merging import check_group
 from .base import Device
 from .calls import Calls
@@ -98,6 +99,8 @@ class StreamingNorm(Calls):
         # A training call folds if the weights were updated, pushes s = S(x) into H1 and normalizes with the s_hat that
         # H1 blends to; its backward pass folds, pushes g = dE/ds_hat into H2 and sends on the g_hat that H2 blends to.
         # In evaluation the statistics are constants.
+        if isinstance(x, Proxy):
+            return recorded(self, x, mask=mask, step=step)
         compute, arguments = self._begin(x, mask, step)
         return self._restore_layout(compute(*arguments))
 

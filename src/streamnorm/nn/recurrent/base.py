@@ -13,6 +13,7 @@ from ..base import Device, Norm, check_dtype
 from .step import GRU_KIND, GRU_RESET_AFTER_KIND, Factory, Gates, Hidden, Kind, Norms, Product
 
 ACTIVATIONS = {"tanh": torch.tanh, "relu": torch.relu}
+STATE = "(num_layers * directions, N, hidden_size"  # without its end: images have a size
 
 
 class RecurrentBase(nn.Module):

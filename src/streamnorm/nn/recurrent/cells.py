@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ...core.statistics import masked
+from ...engine.context import Proxy, recorded
 from ..base import Device, check_count, mask_over_channels
 from ..hints import hinted
 from ..streaming import StreamingNorm
@@ -34,6 +35,8 @@ class _Cell(RecurrentBase):
 
     def forward(self, input: Tensor, hx: Any = None, mask: Tensor | None = None, step: int = 0) -> Any:
         """`mask` `(N,)` is True for samples that take this step; the others keep their state."""
+        if isinstance(input, Proxy):
+            return recorded(self, input, hx=hx, mask=mask, step=step)
         self._check_input(input, (1, 2), -1, f"(N, {self.input_size}) or ({self.input_size},)")
         x = input.unsqueeze(0) if input.ndim == 1 else input
         meaning = "(hidden_size,)" if input.ndim == 1 else "(N, hidden_size)"

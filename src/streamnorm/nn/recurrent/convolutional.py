@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...engine.context import Proxy, recorded
 from ..base import Device
 from ..hints import hinted
 from ..streaming import StreamingNorm
@@ -23,6 +24,8 @@ class _Convolutional(SequenceLayer):
         self.kernel_size = kernel_size
 
     def forward(self, input: Tensor, hx: Tensor | None = None, lengths: Any = None) -> tuple[Tensor, Tensor]:
+        if isinstance(input, Proxy):
+            return recorded(self, input, hx=hx, lengths=lengths)
         self._check_input(input, (5,), 2, "(N, T, C, H, W)")
         output, (final,) = self._padded(input.transpose(0, 1), hx, lengths)
         return output.transpose(0, 1), final

@@ -8,16 +8,14 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from ...core.config import is_number
-from ...engine.context import check_memory
+from ...engine.context import Proxy, check_memory, recorded
 from ..base import Device, Norm, check_count
 from ..hints import hinted
 from ..streaming import StreamingNorm
-from .base import ACTIVATIONS, EitherGRU, RecurrentBase
+from .base import ACTIVATIONS, STATE, EitherGRU, RecurrentBase
 from .loop import explained, run_packed
 from .packing import checked_lengths, checked_packing
 from .step import LSTM_KIND, RNN_KIND, Factory, Hidden, Linear, Product
-
-STATE = "(num_layers * directions, N, hidden_size"
 
 
 class SequenceLayer(RecurrentBase):
@@ -140,6 +138,8 @@ class _Linear(SequenceLayer):
         self.batch_first = batch_first
 
     def forward(self, input: Tensor | PackedSequence, hx: Any = None, lengths: Any = None) -> tuple[Any, Any]:
+        if isinstance(input, Proxy):
+            return recorded(self, input, hx=hx, lengths=lengths)
         if isinstance(input, PackedSequence):
             if lengths is not None:
                 raise ValueError("a PackedSequence has its lengths: pass lengths= only with a padded tensor")
