@@ -23,40 +23,75 @@ from streamnorm.lab.data import DataError, batches, cifar, download, index
 MEGABYTE = 1 << 20
 MEMORY = 800  # megabytes; the images of CIFAR-10 have 176, and a file of them in the python form up to 59
 SECONDS = 60  # of the processor
-# Loads and prints the refusal, and by how many megabytes the process has grown.
+# For each line of arguments a process of its own, that begins with everything imported: it loads, prints the refusal
+# and by how many megabytes it has grown.
 SCRIPT = """
-import json, resource, sys
+import json, os, resource, sys
 from pathlib import Path
 from streamnorm.lab.data import DataError, index, load_images, load_text
-kind, place, memory, seconds = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 def peak():
     return int(next(l for l in open("/proc/self/status") if l.startswith("VmHWM")).split()[1]) >> 10
-before = peak()
-used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
-resource.setrlimit(resource.RLIMIT_AS, (used + (memory << 20),) * 2)
-resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
-try:
-    if kind == "images":
-        load_images("cifar10", Path(place))
-    elif kind == "text":
-        load_text(place)
-    else:
-        index.files_of("shakespeare", place)
-        raise DataError("no more than a page")
-except DataError as error:
-    print(json.dumps([str(error), peak() - before]))
+def load(kind, place, memory, seconds):
+    before = peak()
+    used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + (memory << 20),) * 2)
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
+    try:
+        if kind == "images":
+            load_images("cifar10", Path(place))
+        elif kind == "text":
+            load_text(place)
+        else:
+            index.files_of("shakespeare", place)
+            raise DataError("no more than a page")
+    except DataError as error:
+        return [str(error), peak() - before]
+for line in sys.stdin:
+    environment, *arguments = json.loads(line)
+    child = os.fork()
+    if not child:
+        status = 1
+        try:
+            os.environ.update(environment)
+            print(json.dumps(load(*arguments)), flush=True)
+            status = 0
+        except BaseException:
+            import traceback
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    status = os.waitpid(child, 0)[1]
+    if status:
+        print(json.dumps(["failed", status]), flush=True)
 """
 pytestmark = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="limits processes as Linux does")
 
 
-def refused(kind, place, tmp_path, *words):
+@pytest.fixture(scope="module")
+def loader(tmp_path_factory):
+    """A process that forks: importing torch takes longer than most of what is tried here."""
+    errors = tmp_path_factory.mktemp("loader") / "errors"
+    with errors.open("w") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-c", SCRIPT],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=file, text=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+        with process:
+            yield process, errors
+            process.stdin.close()
+
+
+def refused(loader, kind, place, tmp_path, *words):
     """In a process that may not use more than it should need."""
-    environment = os.environ | {"HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache"), "no_proxy": "*"}
-    command = [sys.executable, "-c", SCRIPT, kind, str(place), str(MEMORY), str(SECONDS)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment | {"OMP_NUM_THREADS": "1"})
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout, "it was taken for data"
-    message, grown = json.loads(done.stdout)
+    process, errors = loader
+    environment = {"HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache"), "no_proxy": "*"}
+    process.stdin.write(json.dumps([environment, kind, str(place), MEMORY, SECONDS]) + "\n")
+    process.stdin.flush()
+    found = json.loads(process.stdout.readline())
+    assert found is not None, "it was taken for data"
+    message, grown = found
+    assert message != "failed", errors.read_text()[-2000:]
     assert "\n" not in message
     assert len(message) < 1000 + len(str(place))
     assert all(word in message for word in words), message
@@ -126,12 +161,12 @@ ARCHIVES = {
 
 
 @pytest.mark.parametrize(("write", "word"), ARCHIVES.values(), ids=ARCHIVES)
-def test_archives(write, word, tmp_path):
+def test_archives(write, word, loader, tmp_path):
     place = tmp_path / cifar.ARCHIVES[0]
     with gzip.open(place, "wb", compresslevel=1) as file:
         write(file)
     assert place.stat().st_size < 20 * MEGABYTE
-    assert refused("images", place, tmp_path, str(place), word) < MEMORY
+    assert refused(loader, "images", place, tmp_path, str(place), word) < MEMORY
 
 
 TWICE = b"]q\x00" + b"".join(b"]" + b"(h" + bytes([i]) + b"h" + bytes([i]) + b"eq" + bytes([i + 1]) for i in range(60))
@@ -172,15 +207,15 @@ PICKLES = {
 
 
 @pytest.mark.parametrize("raw", PICKLES.values(), ids=PICKLES)
-def test_pickles(raw, tmp_path):
+def test_pickles(raw, loader, tmp_path):
     folder = tmp_path / "cifar-10-batches-py"
     folder.mkdir()
     for name in cifar.FILES:
         (folder / name).write_bytes(raw)
-    refused("images", folder, tmp_path, str(folder / "data_batch_1"), "download it again")
+    refused(loader, "images", folder, tmp_path, str(folder / "data_batch_1"), "download it again")
 
 
-def test_a_small_archive_with_a_large_pickle(tmp_path):
+def test_a_small_archive_with_a_large_pickle(loader, tmp_path):
     """239 bytes of labels in labels took 1.5 GB and 111 s."""
     place, packed = tmp_path / cifar.ARCHIVES[1], io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w:gz") as archive:
@@ -190,7 +225,7 @@ def test_a_small_archive_with_a_large_pickle(tmp_path):
         archive.addfile(member, io.BytesIO(raw))
     place.write_bytes(packed.getvalue())
     assert place.stat().st_size < 1000
-    assert refused("images", place, tmp_path, str(place), "data_batch_1") < 400
+    assert refused(loader, "images", place, tmp_path, str(place), "data_batch_1") < 400
 
 
 def test_the_steps_of_a_real_batch_are_far_from_the_limit():
@@ -211,14 +246,14 @@ def test_the_steps_of_a_real_batch_are_far_from_the_limit():
 
 
 @pytest.mark.parametrize("kind", ["images", "text"])
-def test_files_without_end(kind, tmp_path):
+def test_files_without_end(kind, loader, tmp_path):
     """A device for a batch or a text, and a file that is large and has nothing in it."""
     large = tmp_path / "large.txt"
     with large.open("wb") as file:
         file.truncate(1 << 40)
     if kind == "text":
         for place in ("/dev/zero", large):
-            refused("text", place, tmp_path, str(place), "100,000,000")
+            refused(loader, "text", place, tmp_path, str(place), "100,000,000")
         return
     for target in ("/dev/zero", large):
         for form, ending in cifar.FOLDERS.items():
@@ -226,10 +261,10 @@ def test_files_without_end(kind, tmp_path):
             folder.mkdir(parents=True)
             for name in cifar.FILES:
                 (folder / f"{name}{ending}").symlink_to(target)
-            refused("images", folder, tmp_path, "data_batch_1")
+            refused(loader, "images", folder, tmp_path, "data_batch_1")
     place = tmp_path / cifar.ARCHIVES[0]
     place.symlink_to(large)
-    refused("images", place, tmp_path, str(place))
+    refused(loader, "images", place, tmp_path, str(place))
 
 
 class Endless(BaseHTTPRequestHandler):
@@ -262,8 +297,8 @@ def endless():
         thread.join()
 
 
-def test_an_index_without_end(endless, tmp_path):
-    assert refused("index", endless.url, tmp_path, "the page has more than 1,048,576 bytes") < 100
+def test_an_index_without_end(loader, endless, tmp_path):
+    assert refused(loader, "index", endless.url, tmp_path, "the page has more than 1,048,576 bytes") < 100
     assert endless.given_up
 
 
@@ -273,10 +308,10 @@ PAGES += [(JSON, text) for text in (b"[", b'{"files":', b"9")]
 
 
 @pytest.mark.parametrize(("kind", "piece"), PAGES)
-def test_an_index_of_one_thing_again_and_again(kind, piece, endless, tmp_path):
+def test_an_index_of_one_thing_again_and_again(kind, piece, loader, endless, tmp_path):
     """As long as a page may be: neither memory nor time grows with its square."""
     endless.kind, endless.piece, endless.megabytes = kind, piece, 1
-    refused("index", endless.url, tmp_path)
+    refused(loader, "index", endless.url, tmp_path)
 
 
 @pytest.mark.parametrize("stated", [True, False])
