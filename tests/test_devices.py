@@ -16,6 +16,7 @@ from torch.utils import backend_registration
 
 from streamnorm.core.state import FIELDS
 from streamnorm.lab.check.cases import CASES, DECLINED, OK
+from streamnorm.lab.check.sequences import SEQUENCES
 
 HERE = Path(__file__).parent
 ONE_THREAD = os.environ | {
@@ -105,7 +106,7 @@ def test_the_check_runs_there(found):
     assert found["commands"]["check"] == 0
     outcomes = {(row["backend"], row["case"]): row["outcome"] for row in found["check"]["agreement"]}
     assert set(outcomes.values()) == {OK, DECLINED}
-    assert all(outcomes["plain", case] == OK for case in CASES)
+    assert all(outcomes["plain", case] == OK for case in [*CASES, *SEQUENCES])
     assert all(row["ratio"] > 0 for row in found["check"]["times"] if not row["compiled"])
     assert found["commands"]["waits"] > 0
 

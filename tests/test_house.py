@@ -49,7 +49,7 @@ LAB = [
 ]
 DATA = [{"download", "batches"}, {"tar", "index"}, {"cifar"}, {"__init__"}]
 VIEW = [{"__init__", "lines", "looks", "page", "cells", "contest"}, {"matrix"}, {"plot"}, {"report", "panels"}]
-CHECK = [{"__init__"}, {"agreement", "system", "times"}, {"cases"}, {"run"}]
+CHECK = [{"__init__"}, {"agreement", "system", "times"}, {"sequences"}, {"cases"}, {"run"}]
 FLOORS = {"lab": LAB, "lab.check": CHECK, "lab.data": DATA, "lab.view": VIEW}
 LATE = {"drawing.py", "monitoring.py"}  # may import what torch does not need, inside functions and for types
 KERNELS = SOURCE / "backends" / "triton"  # some files are imported by the first call that they serve

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from contextlib import contextmanager
+from functools import partial
 from itertools import count
 
 import pytest
@@ -12,10 +13,11 @@ import torch
 from lab_results import assert_refused
 
 from streamnorm import backends
-from streamnorm.lab.check import cases, times
+from streamnorm.lab.check import cases, sequences, times
 from streamnorm.lab.check.agreement import difference
-from streamnorm.lab.check.cases import CASES, DECLINED, DIFFERS, FAILED, OK, agree
+from streamnorm.lab.check.cases import CASES, DECLINED, DIFFERS, FAILED, OK, agree, agree_on_sequences
 from streamnorm.lab.check.run import line_of
+from streamnorm.lab.check.sequences import SEQUENCES
 from streamnorm.lab.cli import main
 from streamnorm.lab.devices import called, find, present, synchronize
 from streamnorm.lab.race import race, ratio, repeat
@@ -32,10 +34,10 @@ def test_the_command(tmp_path, capsys):
     assert content["good"]
     assert content["about"]["torch"] == torch.__version__
     assert content["about"]["devices"].keys() == set(present())
-    assert {row["case"] for row in content["agreement"]} == set(CASES)
+    assert {row["case"] for row in content["agreement"]} == {*CASES, *SEQUENCES}
     for name, missing in content["about"]["backends"].items():
         rows = [row for row in content["agreement"] if row["backend"] == name]
-        assert len(rows) == (0 if missing else len(CASES))
+        assert len(rows) == (0 if missing else len(CASES) + len(SEQUENCES))
         assert f"backend {name}: " in printed
         for row in rows:
             assert row["outcome"] in (OK, DECLINED), row
@@ -51,6 +53,18 @@ def test_the_law_serves_every_case():
     rows = [row for row in agree(CPU, SMALL) if row.backend == backends.LAW.name]
     assert [row.outcome for row in rows] == [OK] * len(SMALL)
     assert all(0 < row.difference < row.tolerance for row in rows)
+
+
+def test_whole_sequences(monkeypatch):
+    """By the backends that have them, and by the loop of the law; a difference is found."""
+    rows = list(agree_on_sequences(CPU))
+    served = {row.backend for row in rows if row.outcome == OK}
+    assert served == {backends.LAW.name} | ({"cpu"} & set(backends.available()))
+    assert all(row.words for row in rows if row.outcome == DECLINED)
+    law = sequences.law_of
+    monkeypatch.setattr(sequences, "law_of", lambda case: {name: 1.01 * value for name, value in law(case).items()})
+    wrong = [row for row in agree_on_sequences(CPU) if row.outcome != DECLINED]
+    assert {row.outcome for row in wrong} == {DIFFERS}
 
 
 def test_what_is_declined_has_the_reason_of_the_backend():
@@ -80,6 +94,12 @@ def scaled(result, factor=1 + 1e-3):
     return first * factor, *rest
 
 
+def compared(case, expected, given):
+    """The law once more, on the data of before."""
+    trained = partial(cases.trained_by, backends.LAW.name, case, given)
+    return cases._compared(backends.LAW.name, "rows", trained, expected, cases.arithmetic(case))
+
+
 def raising(result):
     raise RuntimeError("no memory\nat all")
 
@@ -90,7 +110,7 @@ def test_a_wrong_value_or_gradient_is_found(part):
     case = CASES["rows"]
     expected, given = cases.law_of(case)
     with broken(part, scaled):
-        row = cases._compared(backends.LAW.name, "rows", case, expected, given, "cpu")
+        row = compared(case, expected, given)
     assert row.outcome == DIFFERS
     assert row.difference > row.tolerance == 1e-5
     assert ("output" if part == "forward" else "gradient of input") in row.where
@@ -101,7 +121,7 @@ def test_a_failure_is_told_in_a_line():
     case = CASES["rows"]
     expected, given = cases.law_of(case)
     with broken("forward", raising):
-        row = cases._compared(backends.LAW.name, "rows", case, expected, given, "cpu")
+        row = compared(case, expected, given)
     assert (row.outcome, row.words) == (FAILED, "RuntimeError: no memory")
     assert not row.is_good
 
@@ -111,7 +131,7 @@ def test_results_that_do_not_repeat_are_found():
     case, factors = CASES["rows"], iter([1.0] * 5 + [1 + 2e-7] * 100)
     expected, given = cases.law_of(case)
     with broken("forward", lambda result: scaled(result, next(factors))):
-        row = cases._compared(backends.LAW.name, "rows", case, expected, given, "cpu")
+        row = compared(case, expected, given)
     assert row.difference < row.tolerance
     assert not row.repeats
     assert row.outcome == DIFFERS

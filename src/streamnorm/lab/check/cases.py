@@ -1,13 +1,15 @@
 """A few trainings in which backends differ if anything is wrong with them, and what came out of each."""
 
 import re
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ... import backends
+from . import sequences
 from .agreement import (
     BF16,
     F16,
@@ -89,7 +91,20 @@ def agree(device: torch.device, chosen: dict[str, Case] = CASES) -> Iterator[Row
             elif reason := declined(name, case, fed[0], device):
                 yield Row(name, label, DECLINED, words=reason)
             else:
-                yield _compared(name, label, case, expected, fed, str(device))
+                trained = partial(trained_by, name, case, fed, str(device))
+                yield _compared(name, label, trained, expected, arithmetic(case))
+
+
+def agree_on_sequences(device: torch.device) -> Iterator[Row]:
+    """The same for whole sequences of recurrent layers, in float32."""
+    for label, case in sequences.SEQUENCES.items():
+        expected = sequences.law_of(case)
+        for name in backends.available():
+            if reason := sequences.declined(name, case, str(device)):
+                yield Row(name, label, DECLINED, words=reason)
+            else:
+                trained = partial(sequences.trained_by, name, case, F32, str(device))
+                yield _compared(name, label, trained, expected, sequences.TOLERANCE)
 
 
 def declined(name: str, case: Case, fed: tuple[Tensor, Tensor, Tensor | None], device: torch.device) -> str:
@@ -103,10 +118,11 @@ def declined(name: str, case: Case, fed: tuple[Tensor, Tensor, Tensor | None], d
     return found[1] if found else said
 
 
-def _compared(name: str, label: str, case: Case, expected: Seen, fed: Any, device: str) -> Row:
+def _compared(name: str, label: str, trained: Callable[[], Seen], expected: Seen, least: float) -> Row:
+    """`least`: the tolerance, for results of which more is not known."""
     try:
-        actual, again = (trained_by(name, case, fed, device) for _ in range(2))
-        worst = largest(actual, expected, arithmetic(case))
+        actual, again = trained(), trained()
+        worst = largest(actual, expected, least)
     except Differs as error:
         return Row(name, label, DIFFERS, words=str(error))
     except Exception as error:  # a backend may fail in any way: the others are still to be tried

@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 
 from ..devices import find
 from ..store import check_writable, write_text
-from .cases import DECLINED, OK, Row, agree
+from .cases import DECLINED, OK, Row, agree, agree_on_sequences
 from .system import about, lines
 from .times import Time, measure
 
@@ -26,7 +27,7 @@ def check(device: str, *, times: bool, rounds: int, compiling: float, out: Path 
     _say(lines(told))
     print(f"\nOn {place}, against plain torch in float64: the largest difference, in parts of the largest value")
     rows = []
-    for row in agree(place):
+    for row in chain(agree(place), agree_on_sequences(place)):
         rows.append(row)
         if row.outcome != DECLINED:
             print(line_of(row), flush=True)
