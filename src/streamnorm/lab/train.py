@@ -121,7 +121,7 @@ class Training:
         self.count = 0  # mini-batches since the last row
         self.latest = math.nan  # loss of the last mini-batch
 
-    def go_on(self, report: Report, every: float, stopped: Callable[[], bool]) -> None:
+    def go_on(self, report: Report, every: float, stopped: Callable[[], bool] = lambda: False) -> None:
         """The training loop."""
         started = reported = saved = time.monotonic()
         before = self.seconds
