@@ -102,10 +102,13 @@ def started(tmp_path_factory):
 
 @pytest.fixture
 def running(started):
-    """With nothing asked for, and nothing begun."""
-    for name in ("often", "old", "apart", "begun"):
+    """With nothing asked for, and nothing begun: the last test may have stopped runs that take a moment to end."""
+    for name in ("often", "old", "apart"):
         (started.folder / name).unlink(missing_ok=True)
-    (started.folder / "begun").touch()
+    with Cluster(started.address) as carrier:
+        held = lambda: carrier.client.run(lambda dask_worker: len(dask_worker.state.tasks))  # noqa: E731
+        wait_for(lambda: not any(held().values()), started.processes[0])
+    (started.folder / "begun").write_text("")
     return started
 
 

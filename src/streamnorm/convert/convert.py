@@ -38,6 +38,10 @@ class Convert:
     def __init__(self) -> None:
         self.register, self.rms = register, rms
 
+    def __reduce__(self) -> str:
+        """Pickled and copied by its name, as a function is."""
+        return "convert"
+
     def __call__(
         self,
         model: Model,

@@ -4,13 +4,14 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch.nn.utils.rnn import pack_padded_sequence
+from torch.nn.utils.rnn import PackedSequence
 
 from ... import GRU, LSTM, RNN, backends
 from ..runs import DEFAULT_DEVICE
 from .agreement import F32, F64, Seen
 
-INPUT, HIDDEN, LENGTHS = 5, 6, (4, 3, 3, 1)
+INPUT, HIDDEN = 5, 6
+SIZES = (4, 3, 3, 1)  # samples that reach each timestep
 UPDATES, CHUNKS, RATE = 2, 2, 0.05
 TOLERANCE = 1e-4  # of float32: what is rounded at one timestep goes on through all the others
 
@@ -43,9 +44,9 @@ def trained_by(name: str, case: Whole, dtype: torch.dtype, device: str) -> Seen:
     with backends.use(name):
         for update in range(UPDATES):
             for chunk in range(CHUNKS):
-                x = torch.randn(LENGTHS[0], len(LENGTHS), INPUT, dtype=F64, generator=generator)
+                x = torch.randn(sum(SIZES), INPUT, dtype=F64, generator=generator)
                 x = x.to(device, dtype).requires_grad_()
-                y = layer(pack_padded_sequence(x, torch.tensor(LENGTHS)))[0].data
+                y = layer(PackedSequence(x, torch.tensor(SIZES)))[0].data
                 y.square().mean().backward()
                 results: dict[str, Any] = {"output": y.detach(), "gradient of input": x.grad}
                 found |= {f"{update}.{chunk}: {what}": value for what, value in results.items()}
@@ -62,7 +63,7 @@ def law_of(case: Whole) -> Seen:
 
 def declined(name: str, case: Whole, device: str) -> str:
     """Why a backend does not serve the sequences of a case; nothing if it does, or is the law, which has a loop."""
-    layer, x = layer_of(case).to(device, F32), torch.zeros(LENGTHS[0], len(LENGTHS), INPUT, device=device)
+    layer, x = layer_of(case).to(device, F32), torch.zeros(len(SIZES), SIZES[0], INPUT, device=device)
     with backends.use(name):
         said = backends.explain(layer, x.requires_grad_())
     served = name == backends.LAW.name or said.startswith(f"{name} serves whole sequences")
