@@ -279,7 +279,7 @@ class Endless(BaseHTTPRequestHandler):
             for _ in range(self.server.megabytes):
                 self.wfile.write(piece)
         except OSError:
-            self.server.given_up = True
+            self.server.given_up.set()
 
     def log_message(self, *_):
         pass
@@ -288,7 +288,7 @@ class Endless(BaseHTTPRequestHandler):
 @pytest.fixture
 def endless():
     with ThreadingHTTPServer(("127.0.0.1", 0), Endless) as server:
-        server.given_up, server.url = False, f"http://127.0.0.1:{server.server_address[1]}"
+        server.given_up, server.url = threading.Event(), f"http://127.0.0.1:{server.server_address[1]}"
         server.kind, server.piece, server.megabytes = "text/html", b"a", 600
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
@@ -299,7 +299,7 @@ def endless():
 
 def test_an_index_without_end(loader, endless, tmp_path):
     assert refused(loader, "index", endless.url, tmp_path, "the page has more than 1,048,576 bytes") < 100
-    assert endless.given_up
+    assert endless.given_up.wait(30)  # of the other end, which has closed the connection
 
 
 HTML, JSON = "text/html", index.JSON
