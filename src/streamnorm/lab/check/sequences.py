@@ -37,7 +37,7 @@ def layer_of(case: Whole) -> Any:
 
 def trained_by(name: str, case: Whole, dtype: torch.dtype, device: str) -> Seen:
     """All that can be seen of a training by a backend: outputs, gradients, and the state at its end."""
-    layer = layer_of(case).to(device, dtype)
+    layer = layer_of(case).to(dtype).to(device)  # not all devices have float64
     optimizer = torch.optim.SGD(layer.parameters(), RATE)
     generator = torch.Generator().manual_seed(1)
     found: Seen = {}
@@ -45,7 +45,7 @@ def trained_by(name: str, case: Whole, dtype: torch.dtype, device: str) -> Seen:
         for update in range(UPDATES):
             for chunk in range(CHUNKS):
                 x = torch.randn(sum(SIZES), INPUT, dtype=F64, generator=generator)
-                x = x.to(device, dtype).requires_grad_()
+                x = x.to(dtype).to(device).requires_grad_()
                 y = layer(PackedSequence(x, torch.tensor(SIZES)))[0].data
                 y.square().mean().backward()
                 results: dict[str, Any] = {"output": y.detach(), "gradient of input": x.grad}
@@ -63,7 +63,7 @@ def law_of(case: Whole) -> Seen:
 
 def declined(name: str, case: Whole, device: str) -> str:
     """Why a backend does not serve the sequences of a case; nothing if it does, or is the law, which has a loop."""
-    layer, x = layer_of(case).to(device, F32), torch.zeros(len(SIZES), SIZES[0], INPUT, device=device)
+    layer, x = layer_of(case).to(F32).to(device), torch.zeros(len(SIZES), SIZES[0], INPUT, device=device)
     with backends.use(name):
         said = backends.explain(layer, x.requires_grad_())
     served = name == backends.LAW.name or said.startswith(f"{name} serves whole sequences")
