@@ -99,7 +99,7 @@ def resumed(folder, text):
 def advance(training):
     training.update()
     if training.due():
-        training.evaluate()
+        training.note()
 
 
 def columns(rows):

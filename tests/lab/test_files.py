@@ -39,7 +39,7 @@ def checkpoint(digits, tmp_path):
     training.resume()
     for _ in range(3):
         training.update()
-        training.evaluate()
+        training.note()
     training.save()
     training.log.close()
     return training.folder / "checkpoint.pt"

@@ -197,7 +197,8 @@ def test_an_address_is_made_of_all_settings():
     changed = [
         run.address("other data"),
         *(replace(run, **{name: value}).address("data") for name, value in
-          {"seed": 1, "width": 9, "rates": ((0.1, 2),), "norm": Norm("batch"), "evaluate": 3, "tied": False}.items()),
+          {"seed": 1, "width": 9, "rates": ((0.1, 2),), "norm": Norm("batch"), "evaluate": 3, "tied": False,
+           "test_first": True, "start": 2.0}.items()),
     ]  # fmt: skip
     assert run.address("data") == replace(run).address("data")
     assert len({run.address("data"), *changed}) == 1 + len(changed)
@@ -249,6 +250,65 @@ def test_a_run_is_trained_once(digits, tmp_path):
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [row["test_loss"] for row in rows] == one["curves"]["test_loss"]
     assert list((folder / "tensorboard").iterdir())
+
+
+TESTED = replace(IMAGE_RUN, train_size=64, rates=((0.1, 1),))
+
+
+def trained(run, data, folder):
+    """How a training goes: its rows, and the weights and state that it ends with."""
+    training = Training(run, data, folder / run.address(data.fingerprint))
+    training.resume()
+    training.go_on(lambda *news: None, every=1e9)
+    training.log.close()
+    return training.rows, training.model.state_dict()
+
+
+@pytest.mark.parametrize("norm", NORMS.values(), ids=NORMS)
+def test_a_test_before_the_update_leaves_the_training_as_it_is(norm, digits, tmp_path):
+    runs = (replace(TESTED, norm=norm, test_first=first) for first in (False, True))
+    (after, end), (before, same) = (trained(run, digits, tmp_path) for run in runs)
+    assert [row["train_loss"] for row in after] == [row["train_loss"] for row in before]
+    assert [row["test_loss"] for row in after] != [row["test_loss"] for row in before]
+    for name, value in end.items():
+        torch.testing.assert_close(same[name], value, rtol=0, atol=0)
+
+
+def test_a_test_before_the_update_is_of_the_weights_before_it(digits, tmp_path):
+    """Where nothing but the weights changes, it is the test after the update before."""
+    run = replace(TESTED, norm=Norm("none"), rates=((0.01, 1),))
+    before, after = (
+        [row["test_loss"] for row in trained(replace(run, test_first=first), digits, tmp_path)[0]]
+        for first in (True, False)
+    )
+    assert before[1:] == after[:-1]
+    assert before[0] != after[0]
+
+
+def test_a_test_before_the_update_has_the_statistics_of_the_whole_window(digits, tmp_path):
+    """The last update is not performed and its window's statistics are not cleared: all by hand, for one update."""
+    run = replace(TESTED, test_first=True, rates=((0.1, 1 / 8),))
+    (row,), _ = trained(run, digits, tmp_path)
+    task = ImageTask(run, digits)
+    torch.manual_seed(run.seed)
+    model = build(run)
+    for x, y in task.batches(0, 0):
+        task.loss(model, x, y)[0].backward()
+    with torch.no_grad():
+        assert row["test_loss"] == pytest.approx(task.evaluate(model.eval())["test_loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("net", ["rnn", "A", "C"])
+def test_first_weights_are_larger_by_a_factor_where_norms_follow(net):
+    plain, large = Run(net, LAYER_NORM, width=8), Run(net, LAYER_NORM, width=8, start=4.0)
+    found = []
+    for run in (plain, large):
+        torch.manual_seed(0)
+        found.append(dict(build(run, symbols=5).named_parameters()))
+    for name, weight in found[0].items():
+        scaled_up = weight.dim() > 1 and "head" not in name
+        assert torch.equal(found[1][name], weight * 4 if scaled_up else weight), name
+    assert sum(weight.dim() > 1 for weight in found[0].values()) >= 3
 
 
 def test_it_learns(digits, tmp_path):
@@ -387,7 +447,7 @@ def test_a_divergence_is_not_forgotten_when_it_is_resumed(digits, tmp_path):
     while training.outcome == "finished":
         training.update()
         if training.due():
-            training.evaluate()
+            training.note()
     training.save()
     training.log.close()
     resumed = train(run, digits, tmp_path / "parts")

@@ -56,16 +56,20 @@ def with_beta(*beta: float) -> Norm:
 
 
 def fully_connected(norm: Norm, samples: int, batches: int) -> Run:
-    return Run("A", norm, samples, batches, width=512)
+    return Run("A", norm, samples, batches, width=512, test_first=True)
 
 
 def convolutional(norm: Norm, samples: int = 32, batches: int = 1, unroll: tuple[int, int] = (1, 1)) -> Run:
-    return Run("C", norm, samples, batches, unroll=unroll)
+    return Run("C", norm, samples, batches, unroll=unroll, test_first=True)
+
+
+def densely_recurrent(norm: Norm, samples: int, batches: int) -> Run:
+    return Run("D", norm, samples, batches, unroll=(5, 0), test_first=True)
 
 
 def text(net: str, norm: Norm, samples: int, batches: int) -> Run:
     rates = ((0.01, 2), (0.001, 1))
-    common = {"width": 100, "chunk": 100, "optimizer": "manhattan", "momentum": 0.0, "evaluate": 20}
+    common = {"width": 100, "chunk": 100, "optimizer": "manhattan", "momentum": 0.0, "evaluate": 20, "test_first": True}
     return Run(net, norm, samples, batches, rates=rates, data="shakespeare", **common)  # type: ignore[arg-type]
 
 
@@ -139,8 +143,8 @@ DENSE_RNN = Figure(
     "Network D with k = 5. TSBN 64 x 1; streaming 32 x 2: p = 2, setting B, alpha (.7, .3), beta (.7, 0, .3).",
     "Streaming normalization performs similarly to time-specific batch normalization.",
     (
-        Curve("TSBN", Run("D", TIME_SPECIFIC, 64, 1, unroll=(5, 0))),
-        Curve("streaming", Run("D", STREAMING_RECURRENT, 32, 2, unroll=(5, 0))),
+        Curve("TSBN", densely_recurrent(TIME_SPECIFIC, 64, 1)),
+        Curve("streaming", densely_recurrent(STREAMING_RECURRENT, 32, 2)),
     ),
 )
 CONV_RNN_5_5 = Figure(

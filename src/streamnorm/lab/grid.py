@@ -7,14 +7,13 @@ batches per update; its runs differ in learning rate and seed. A `Grid` is all p
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from .runs import DEFAULT_DEVICE, Norm, Run, file_name
+from .runs import DEFAULT_DEVICE, ONCE, Norm, Run, file_name
 
 SAMPLES, BATCHES = (1, 2, 4, 8, 32), (1, 8, 32)
 # For one sample per update; multiplied by the root of the samples per update.
 RATES = (0.0003, 0.001, 0.003, 0.01, 0.03)
 CONV_RATES = (0.001, 0.01, 0.1)
 SIZE, TEST_SIZE, SEEDS = 4_000, 2_000, 3
-ONCE = 1_000_000_000  # mini-batches between evaluations: at the end only
 
 NETS = {
     "fully-connected": Run("A", Norm("none"), width=128),

@@ -19,7 +19,7 @@ import torch
 
 from .data import Images, Text, load_images, load_text
 from .errors import JobError, LabError
-from .runs import Run
+from .runs import ONCE, Run
 from .tasks import EVALUATION_BATCH
 from .train import Row, Training, is_done, train
 
@@ -197,11 +197,12 @@ def _work(pipe: Connection, folder: Path | None, root: Path, threads: int) -> No
 def seconds(run: Run, load: Loader) -> float:
     """An estimate of the time that `run` takes here in one process, from a few updates and a little evaluation."""
     data, share = load(run), 1.0
+    few = replace(run, evaluate=ONCE)  # tests are measured by themselves
     if isinstance(data, Images):  # evaluate a part
         size = len(data.test[: run.test_size])
         share = min(EVALUATION_BATCH / size, 1.0)
-        few = replace(run, test_size=min(EVALUATION_BATCH, size))
-    training = Training(few if share < 1 else run, data, Path())
+        few = replace(few, test_size=min(EVALUATION_BATCH, size))
+    training = Training(few, data, Path())
     training.update()  # warm-up
     if training.outcome != "finished":
         return 0.0
@@ -210,6 +211,6 @@ def seconds(run: Run, load: Loader) -> float:
         training.update()
     update = spent / (training.done - first)
     start = time.perf_counter()
-    training.evaluate_model()
+    training.test()
     evaluation = (time.perf_counter() - start) / share
     return training.total * (update + evaluation * run.batches / run.evaluate)

@@ -65,9 +65,18 @@ def build(run: Run, symbols: int = 0) -> nn.Module:
         peers.start_as_he(model, skip=HEAD)
     if run.norm.kind == "mabn":
         peers.centralize(model, skip=HEAD)
+    if run.start != 1.0:
+        enlarge(model, run.start)
     if run.standardized:
         weight_standardize(model, skip=lambda name, layer: name.split(".")[-1] == HEAD, report=None)
     return model
+
+
+def enlarge(model: nn.Module, factor: float) -> None:
+    """Multiply the first weights, but those of norms and of the last layer."""
+    for name, weight in model.named_parameters():
+        if weight.dim() > 1 and HEAD not in name.split("."):
+            weight.data.mul_(factor)
 
 
 def _net(run: Run, symbols: int) -> nn.Module:

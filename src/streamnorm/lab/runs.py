@@ -10,9 +10,17 @@ from typing import Any
 LOOP_VERSION = 1
 IMAGES = {"cifar10": 50_000, "digits": 1_437}  # how many there are to train on; any other name of data is a text
 DEFAULT_DEVICE = "cpu"
+ONCE = 1_000_000_000  # mini-batches between evaluations: at the end only
 # Settings that came later than the first results, as JSON has them where they are off.
 NORM_LATER: dict[str, Any] = {"guard": False, "eval_memory": 0.0, "schedule": []}
-RUN_LATER: dict[str, Any] = {"side": 32, "held_out": 0, "standardized": False, "decay": 0.0}
+RUN_LATER: dict[str, Any] = {
+    "side": 32,
+    "held_out": 0,
+    "standardized": False,
+    "decay": 0.0,
+    "test_first": False,
+    "start": 1.0,
+}
 
 
 @dataclass(frozen=True)
@@ -61,6 +69,8 @@ class Run:
     held_out: int = 0  # training images at the end of all, kept for validation
     standardized: bool = False  # whether the weights are: `weight_standardize`
     decay: float = 0.0  # share of the training, at its end, in which the learning rate falls to 0, linearly
+    test_first: bool = False  # whether a test comes before the update of its window, as in the paper, or after it
+    start: float = 1.0  # a factor of the first weights that norms follow
     device: str = DEFAULT_DEVICE  # where it is trained; of several of one type, which one is no setting
 
     @property

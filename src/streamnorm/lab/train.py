@@ -120,6 +120,7 @@ class Training:
         self.sums = [0.0, 0.0]  # of loss and error since the last row
         self.count = 0  # mini-batches since the last row
         self.latest = math.nan  # loss of the last mini-batch
+        self.scores: Scores = {}  # of the latest test
 
     def go_on(self, report: Report, every: float, stopped: Callable[[], bool] = lambda: False) -> None:
         """The training loop."""
@@ -131,7 +132,7 @@ class Training:
                 now = time.monotonic()
                 self.seconds = before + now - started
                 if self.due():
-                    self.evaluate()
+                    self.note()
                 if stop.is_set() or stopped():
                     self.save()
                     raise KeyboardInterrupt
@@ -147,8 +148,8 @@ class Training:
         epoch, update = divmod(self.done, self.task.updates)
         for group in self.optimizer.optimizer.param_groups:
             group["lr"] = self.run.rate(self.done / self.task.updates)
-        self.gradient.wanted = self.count + self.run.batches >= self.run.evaluate or self.done + 1 == self.total
-        for x, y in self.task.batches(epoch, update):
+        self.gradient.wanted = due = self.is_due(self.count + self.run.batches, self.done + 1)
+        for i, (x, y) in enumerate(self.task.batches(epoch, update), 1):
             try:
                 loss, error = self.task.loss(self.model, x, y)
             except ValueError as refusal:
@@ -157,7 +158,12 @@ class Training:
                 self.outcome, self.message = "refused", str(refusal)
                 return
             loss.backward()  # type: ignore[no-untyped-call]
+            last = due and i == self.run.batches
+            if last and self.run.test_first:
+                self.test()
             self.optimizer.step()
+            if last and not self.run.test_first:
+                self.test()
             self.latest = float(loss.detach())
             self.sums[0] += self.latest
             self.sums[1] += 0.0 if error is None else float(error)
@@ -169,21 +175,24 @@ class Training:
         """Whether the norm takes the statistics of a batch of one: that it cannot is a result too."""
         return self.run.samples == 1 and self.run.norm.kind in ("batch", "timed")
 
-    def due(self) -> bool:
-        return self.outcome == "finished" and (self.count >= self.run.evaluate or self.done == self.total)
+    def is_due(self, count: int, done: int) -> bool:
+        """Whether a test belongs to the state after so many mini-batches since the last row, and weight updates."""
+        return count >= self.run.evaluate or done == self.total
 
-    def evaluate(self) -> None:
-        """A row of the log: training since the last one, the test data now, and the health of the network."""
-        scores = self.evaluate_model()
+    def due(self) -> bool:
+        return self.outcome == "finished" and self.is_due(self.count, self.done)
+
+    def note(self) -> None:
+        """A row of the log: training since the last one, the latest test, and the health of the network."""
         row = {
             "update": self.done,
             "epoch": round(self.done / self.task.updates, 4),
             "rate": self.optimizer.optimizer.param_groups[0]["lr"],
             "train_loss": self.sums[0] / self.count,
         }
-        if "test_error" in scores:
+        if "test_error" in self.scores:
             row["train_error"] = self.sums[1] / self.count
-        row |= scores | health(self.model, self.gradient.norm)
+        row |= self.scores | health(self.model, self.gradient.norm)
         if not (math.isfinite(row["train_loss"]) and math.isfinite(row["test_loss"])):
             self.outcome, self.message = "diverged", f"the loss is not finite after {self.done} updates"
         # Not a number is no JSON: absent values are null. Six digits are more than any claim rests on.
@@ -192,12 +201,11 @@ class Training:
         self.log.write(self.rows[-1])
         self.sums, self.count = [0.0, 0.0], 0
 
-    def evaluate_model(self) -> Scores:
+    def test(self) -> None:
         self.model.eval()
         with torch.no_grad():
-            scores = self.task.evaluate(self.model)
+            self.scores = self.task.evaluate(self.model)
         self.model.train()
-        return scores
 
     def save(self) -> None:
         state = {
