@@ -17,13 +17,13 @@ from lab_results import assert_refused, results
 from processes import is_alive, wait_for, workers_of
 
 import streamnorm
-from streamnorm.lab import commands
 from streamnorm.lab.cli import main
 from streamnorm.lab.experiment import duration
 from streamnorm.lab.figures import FIGURES
 from streamnorm.lab.jobs import Loader, seconds
 from streamnorm.lab.results import read_folder
 from streamnorm.lab.scales import QUICK, SMOKE, scaled
+from streamnorm.lab.view.endings import table
 
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-m", "streamnorm"]
@@ -254,7 +254,7 @@ def test_the_table_shows_means_and_standard_errors(tmp_path):
     made = results("dau", seeds=2)
     for run, end in zip(made.curves["2 x 1"], (0.25, 0.75), strict=True):
         run["curves"]["test_error"][-1] = end
-    row = next(line for line in commands.table(made).splitlines() if line.startswith("2 x 1 "))
+    row = next(line for line in table(made).splitlines() if line.startswith("2 x 1 "))
     assert "50.0 ± 25.0" in row
 
 

@@ -7,6 +7,7 @@ the same first weights in every curve, and of images the same order, so the erro
 that cannot run or whose loss ends in NaN counts as guessing.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,6 +17,7 @@ from .results import FigureResults, mean_and_error
 from .scales import SMOKE
 
 REPRODUCED, REVERSED, OPEN = "reproduced", "not reproduced", "not enough evidence"
+NOT_RUN = "not run"
 # What counts as "similar" and as "works well": points of error, and nats, behind the best.
 SIMILAR = 3.0
 WORKS = {"test_error": 5.0, "test_loss": 0.05}
@@ -54,6 +56,23 @@ def judge(results: FigureResults) -> list[Verdict]:
     return [_judge(claim, results) for claim in CLAIMS if claim.figure == results.figure.name]
 
 
+def judge_all(found: Sequence[FigureResults]) -> list[Verdict]:
+    """All claims by all results that were not varied, in the order of the claims; those that none of them judges too.
+
+    A claim may be judged several times: at several scales, on several data.
+    """
+    verdicts = {results.file_name: judge(results) for results in found if not results.variation}
+    judged: list[Verdict] = []
+    for claim in CLAIMS:
+        own = [each for several in verdicts.values() for each in several if each.name == claim.name and each.values]
+        judged += own or [Verdict(*_told(claim), NOT_RUN, [], math.nan, math.nan, claim.unit, "", "")]
+    return judged
+
+
+def _told(claim: Claim) -> tuple[str, str, str, str]:
+    return claim.figure, claim.name, claim.text, claim.paper
+
+
 def _judge(claim: Claim, results: FigureResults) -> Verdict:
     try:
         values = [claim.measure(results, seed) for seed in results.seeds]
@@ -62,7 +81,7 @@ def _judge(claim: Claim, results: FigureResults) -> Verdict:
     mean, error = mean_and_error(values)
     found = OPEN if results.scale == SMOKE.name else outcome(values)  # a handful of updates says nothing
     where = (results.scale, results.file_name)
-    return Verdict(claim.figure, claim.name, claim.text, claim.paper, found, values, mean, error, claim.unit, *where)
+    return Verdict(*_told(claim), found, values, mean, error, claim.unit, *where)
 
 
 def outcome(values: Sequence[float]) -> str:

@@ -3,7 +3,7 @@
 import argparse
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from .figures import FIGURES
 from .grid import BATCHES, NETS, SAMPLES, SEEDS, SIZE
 from .runs import DEFAULT_DEVICE, IMAGES
 from .scales import SCALES
+from .variations import SETTINGS, read_variation
 
 DESCRIPTION = """The experiments of "Streaming Normalization" (Liao, Kawaguchi, Poggio 2016), one command each."""
 EXAMPLES = """examples:
@@ -91,6 +92,10 @@ def norms(text: str) -> tuple[str, ...]:
     return tuple(name for key, name in known.items() if key in wanted)
 
 
+def explained(title: str, named: Mapping[str, Any]) -> str:
+    return f"{title}:\n" + "".join(f"  {name:7} {each.text}\n" for name, each in named.items())
+
+
 def listed(values: Sequence[int]) -> str:
     return f"default: {','.join(map(str, values))}"
 
@@ -105,7 +110,7 @@ def parser() -> argparse.ArgumentParser:
 
     run = commands.add_parser(
         "run", help="train the runs of a figure, print a table, check the claims, draw it", formatter_class=raw,
-        epilog="presets:\n" + "\n".join(f"  {scale.name:7} {scale.text}" for scale in SCALES.values()),
+        epilog=explained("presets", SCALES) + explained("what --vary takes", SETTINGS),
     )  # fmt: skip
     run.add_argument("figure", nargs="+", metavar="FIGURE", help=f"{', '.join(FIGURES)}, or all")
     run.add_argument("--preset", choices=SCALES, default="quick", help="how large; see below (default: quick)")
@@ -114,6 +119,13 @@ def parser() -> argparse.ArgumentParser:
         "--data", action="append", default=[], metavar="NAME",
         help="cifar10 or digits for images; shakespeare or a text file for characters; may be given twice",
     )  # fmt: skip
+    run.add_argument(
+        "--curves", type=lambda text: tuple(part.strip() for part in text.split(",")), default=(), metavar="NAME,NAME",
+        help="some of the curves, by the names of the table (default: all)",
+    )  # fmt: skip
+    run.add_argument(
+        "--vary", action="append", default=[], metavar="NAME=VALUE", help="change a setting in all curves; see below"
+    )
     training(run)
     bench_online(commands, raw)
     compare(commands, raw)
@@ -121,6 +133,7 @@ def parser() -> argparse.ArgumentParser:
     report = commands.add_parser("report", help="all results in a folder as one HTML page: figures, claims, settings")
     out(report)
     report.add_argument("--html", type=Path, metavar="FILE", help="where to write it (default: report.html in --out)")
+    page(report)
     return top
 
 
@@ -158,7 +171,7 @@ def bench_online(commands: Any, raw: type[argparse.HelpFormatter]) -> None:
     bench.add_argument("--seeds", type=count, default=SEEDS, metavar="N", help=f"runs at each rate (default: {SEEDS})")
     bench.add_argument("--data", choices=IMAGES, default="cifar10", help="(default: cifar10)")
     bench.add_argument("--no-train", action="store_true", help="train nothing: show the runs that are there already")
-    bench.add_argument("--page", type=Path, metavar="FILE", help="a Markdown page whose tables are to be filled in")
+    page(bench)
     training(bench)
 
 
@@ -177,7 +190,7 @@ def compare(commands: Any, raw: type[argparse.HelpFormatter]) -> None:
     command.add_argument("--size", type=count, metavar="N", help="training images at most (default: 6,000 or 8,000)")
     command.add_argument("--data", choices=IMAGES, default="cifar10", help="(default: cifar10)")
     command.add_argument("--no-train", action="store_true", help="train nothing: show the runs that are there already")
-    command.add_argument("--page", type=Path, metavar="FILE", help="a Markdown page whose tables are to be filled in")
+    page(command)
     training(command)
 
 
@@ -197,6 +210,10 @@ def device(command: argparse.ArgumentParser, what: str) -> None:
     command.add_argument(
         "--device", default=DEFAULT_DEVICE, metavar="NAME", help=f"where to {what}, such as cuda (default: %(default)s)"
     )
+
+
+def page(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--page", type=Path, metavar="FILE", help="a Markdown page whose tables are to be filled in")
 
 
 def out(command: argparse.ArgumentParser) -> None:
@@ -222,6 +239,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 data=chosen.data,
                 data_folder=chosen.data_dir,
                 seeds=chosen.seeds,
+                curves=chosen.curves,
+                variation=dict(map(read_variation, chosen.vary)),
                 jobs=chosen.jobs or 1,
                 cluster=chosen.cluster,
                 device=chosen.device,
@@ -258,7 +277,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 page=chosen.page,
             )
         else:
-            commands.report(chosen.out, chosen.html or chosen.out / "report.html")
+            commands.report(chosen.out, chosen.html or chosen.out / "report.html", chosen.page)
     except LabError as error:
         print(f"streamnorm: {error}", file=sys.stderr)
         return 2

@@ -4,20 +4,21 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from statistics import fmean
 from typing import TYPE_CHECKING
 
-from .claims import Verdict, judge
+from .claims import judge, judge_all
 from .compare import Plan, norms_of
 from .errors import LabError
 from .figures import FIGURES, Figure
 from .grid import Grid, rates_of
-from .results import FigureResults, Result, ends, mean_and_error, read_folder
+from .results import read_folder
 from .runs import IMAGES
 from .scales import SCALES
 from .starting import stoppable
 from .store import write_text
-from .view import cells, contest
+from .variations import Variation
+from .view import cells, contest, findings
+from .view.endings import table, verdicts
 from .view.panels import draw_grid
 from .view.plot import draw, style
 from .view.report import write_report
@@ -40,6 +41,8 @@ def run(
     data: Sequence[str],
     data_folder: Path | None,
     seeds: int | None,
+    curves: Sequence[str],
+    variation: Variation,
     jobs: int,
     cluster: str | None,
     device: str,
@@ -47,6 +50,7 @@ def run(
 ) -> None:
     """Train figures, and show what came out: a table, the claims, a drawing."""
     figures = _figures(names)
+    _check_curves(figures, curves)
     _check_data(figures, data)
     _check_folder(data_folder)
     with stoppable():
@@ -67,6 +71,8 @@ def run(
                 seeds=seeds,
                 carrier=carrier,
                 device=device,
+                variation=variation,
+                labels=curves,
                 command=command,
             )
             print(table(results))
@@ -171,15 +177,19 @@ def _rates(net: str, wanted: int | tuple[float, ...] | None) -> tuple[float, ...
     return own[start : start + wanted]
 
 
-def report(out: Path, path: Path) -> None:
-    """Draw and judge all results in a folder again, and write them as one page."""
+def report(out: Path, path: Path, page: Path | None) -> None:
+    """Draw and judge all results in a folder again, and write them as one page; and into a page of Markdown."""
     found = read_folder(out)
     if not found:
         raise LabError(f"no results in {out}: make some, for example with: streamnorm run online --out {out}")
-    claims = [verdict for results in found for verdict in judge(results)]
+    if page is not None:
+        findings.fill(page, found)
+    claims = judge_all(found)
     write_report(found, claims, path)
-    print(verdicts(claims))
-    print(path)
+    print(verdicts([claim for claim in claims if claim.values]))
+    print(findings.summary(claims))
+    for written in (path, *([page] if page else [])):
+        print(written)
 
 
 def _figures(names: Sequence[str]) -> list[Figure]:
@@ -189,6 +199,13 @@ def _figures(names: Sequence[str]) -> list[Figure]:
         if name not in FIGURES:
             raise LabError(f"no figure called {name!r}: there are {', '.join(FIGURES)}, or all")
     return [FIGURES[name] for name in dict.fromkeys(names)]
+
+
+def _check_curves(figures: Sequence[Figure], labels: Sequence[str]) -> None:
+    for figure in figures:
+        known = [curve.label for curve in figure.curves]
+        if unknown := [label for label in labels if label not in known]:
+            raise LabError(f"--curves {unknown[0]!r} is none of {figure.name}: there are {', '.join(known)}")
 
 
 def _check_folder(folder: Path | None) -> None:
@@ -230,42 +247,3 @@ def _check_data(figures: Sequence[Figure], data: Sequence[str]) -> None:
             raise LabError(f"{names} learns from images, not from {name}: use --data {' or '.join(IMAGES)}")
         if name not in (*IMAGES, "shakespeare") and not Path(name).exists():
             raise LabError(f"no text called {name!r}: pass shakespeare or the path of a text file")
-
-
-def table(results: FigureResults) -> str:
-    """The ends of all curves: mean and standard error over the runs that finished."""
-    columns = ["train_loss", "train_error", "test_loss", "test_error"]
-    known = {name for runs in results.curves.values() for name in runs[0]["chance"]}
-    shown = [name for name in columns if name.split("_")[1] in known]
-    heads = [name.replace("_", " ") + (" %" if "error" in name else "") for name in shown]
-    width, seeds = max(map(len, results.curves)), len(results.seeds)
-    lines = [f"{results.figure.title}: {results.scale}, {seeds} seed{'s' * (seeds != 1)}, on {', '.join(results.data)}"]
-    lines.append(" " * width + "".join(f"{head:>18}" for head in heads) + f"{'seconds':>10}")
-    for label, runs in results.curves.items():
-        cells = [_cell(runs, name) for name in shown]
-        odd = sorted({run["outcome"] for run in runs} - {"finished"})
-        lines.append(
-            f"{label:{width}}" + "".join(f"{cell:>18}" for cell in cells)
-            + f"{fmean(run['seconds'] for run in runs):>10.0f}" + "".join(f"  {word}" for word in odd)
-        )  # fmt: skip
-    return "\n".join(lines)
-
-
-def _cell(runs: Sequence[Result], name: str) -> str:
-    values, digits = ends(runs, name), 1 if name.endswith("error") else 3
-    if not values:
-        return "-"
-    mean, error = mean_and_error(values)
-    return f"{mean:.{digits}f} ± {error:.{digits}f}" if len(values) > 1 else f"{mean:.{digits}f}"
-
-
-def verdicts(claims: Sequence[Verdict]) -> str:
-    """Every claim with its outcome and number."""
-    several = len({claim.file_name for claim in claims}) > 1
-    return "\n".join(
-        f"{claim.outcome:20} {claim.text}: {claim.mean:+.3f}"
-        + (f" ± {claim.error:.3f}" if len(claim.values) > 1 else "")
-        + f" {claim.unit}"
-        + (f" [{claim.file_name}]" if several else "")
-        for claim in claims
-    )

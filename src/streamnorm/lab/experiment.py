@@ -16,6 +16,7 @@ from .runs import DEFAULT_DEVICE, IMAGES, Run
 from .scales import Scale, scaled
 from .store import check_writable
 from .train import Row, is_done
+from .variations import Variation, varied
 
 Say = Callable[[str], None]
 
@@ -30,17 +31,21 @@ def run_figure(
     seeds: int | None = None,
     carrier: Carrier = HERE,
     device: str = DEFAULT_DEVICE,
+    variation: Variation | None = None,
+    labels: Sequence[str] = (),
     command: str = "",
     say: Say = lambda line: print(line, file=sys.stderr),
 ) -> FigureResults:
     """Train every curve of `figure` for each seed, and write the results to `out`.
 
-    `data`: other images, or another text, than the figure's own.
+    `data`: other images, or another text, than the figure's own. `variation`: what is changed in all curves. `labels`:
+    some of the curves, in place of all.
     """
     check_writable(out)
-    load = Loader(data_folder)
-    curves = [(curve.label, scaled(curve.run, scale, _data_for(curve.run, data))) for curve in figure.curves]
-    places = [(label, replace(run, device=device)) for label, run in curves]
+    load, variation = Loader(data_folder), variation or {}
+    wanted = [curve for curve in figure.curves if curve.label in labels or not labels]
+    curves = [(curve.label, scaled(curve.run, scale, _data_for(curve.run, data))) for curve in wanted]
+    places = [(label, replace(varied(run, variation), device=device)) for label, run in curves]
     runs = [(label, run.with_seed(seed)) for seed in range(seeds or scale.seeds) for label, run in places]
     unique = list(dict.fromkeys(run for _, run in runs))  # curves may share a run
     names = {run: f"{label}, seed {run.seed}" for label, run in runs}
@@ -48,7 +53,7 @@ def run_figure(
     by_label = {label: [results[run] for other, run in runs if other == label] for label, _ in curves}
     sets = {run.data: load(run) for _, run in runs}
     notes = [each.note for each in sets.values() if isinstance(each, Images)]
-    found = FigureResults(figure, scale.name, list(sets), "; ".join(notes), command, by_label)
+    found = FigureResults(figure, scale.name, list(sets), "; ".join(notes), command, by_label, variation)
     found.write(out)
     return found
 

@@ -3,15 +3,17 @@
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+from .errors import LabError
 from .figures import FIGURES, Figure
 from .runs import DEFAULT_DEVICE, file_name
 from .shapes import fit_figure, fit_run
 from .store import read_json, refused, write_json
+from .variations import Variation, file_words, read_variation
 
 Result = dict[str, Any]  # of one run, as `train` writes it
 Points = list[tuple[float, float]]  # epochs and values
@@ -30,6 +32,7 @@ class FigureResults:
     note: str  # about the data
     command: str  # that trained this
     curves: dict[str, list[Result]]  # by label, one result per seed, in order of the seeds
+    variation: Variation = field(default_factory=dict)  # what was changed in all curves
 
     @property
     def seeds(self) -> list[int]:
@@ -47,16 +50,17 @@ class FigureResults:
 
     @property
     def file_name(self) -> str:
-        """Figure, scale, the data where it is not the figure's own, and where it was trained."""
+        """Figure, scale, the data where it is not the figure's own, what was varied, and where it was trained."""
         own = {curve.run.data for curve in self.figure.curves}
         other = [Path(name).stem for name in self.data if name not in own]
         device = next((run["settings"]["device"] for run in self.runs if "device" in run["settings"]), DEFAULT_DEVICE)
-        return file_name(self.figure.name, self.scale, data=other, device=device)
+        return file_name(self.figure.name, self.scale, data=[*other, *file_words(self.variation)], device=device)
 
     def write(self, folder: Path) -> Path:
         path = folder / f"{self.file_name}.json"
         fields = {name: getattr(self, name) for name in ("scale", "data", "note", "command", "curves")}
-        write_json(path, {"figure": self.figure.name} | fields)
+        told = {"variation": self.variation} if self.variation else {}
+        write_json(path, {"figure": self.figure.name} | told | fields)
         return path
 
 
@@ -64,8 +68,10 @@ def read_results(path: Path) -> FigureResults:
     content = read_json(path)
     try:
         fit_figure(content)
+        for name, value in content.get("variation", {}).items():
+            read_variation(f"{name}={value}")
         return FigureResults(FIGURES[content.pop("figure")], **content)
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, LabError) as error:
         raise refused(path, "is no result of streamnorm", error, "move it out of the folder") from error
 
 

@@ -122,6 +122,7 @@ def fit_run(run: Any, at: str = "it") -> None:
 def fit_figure(content: Any) -> None:
     """The same for the results of a figure."""
     fit(content, FIGURE)
+    fit(content.get("variation", {}), {str: (float, str)}, "variation")
     if not content["curves"]:
         raise ValueError("curves has none")
     for label, runs in content["curves"].items():

@@ -85,7 +85,7 @@ def markdown(results: Online) -> str:
     for batches in grid.batches:
         heads = [_window(batches), *(_several(size, "sample") for size in grid.samples)]
         rows = [[norm, *(_long(results, norm, size, batches) for size in grid.samples)] for norm in norms_of(grid.net)]
-        parts.append("\n".join(map(_line, [heads, ["---"] * len(heads), *rows])))
+        parts.append("\n".join(map(line, [heads, ["---"] * len(heads), *rows])))
     parts.append("\n".join([*(f"- Streaming {_verdict(goal)}." for goal in goals(results)), *_limits(results)]))
     return "\n\n".join(parts)
 
@@ -102,7 +102,7 @@ def _limits(results: Online) -> list[str]:
     return lines
 
 
-def _line(cells: list[str]) -> str:
+def line(cells: list[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 

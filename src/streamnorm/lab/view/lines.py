@@ -8,6 +8,7 @@ from pathlib import Path
 from statistics import fmean
 
 from ..results import PER_CENT, FigureResults, Points, Result, finished, points, value_at
+from ..variations import words
 
 STEEP = 0.03  # share of the training, at its start, whose values may lie above the panel
 NEIGHBOURS = 50  # mini-batches in the moving average of a text's training loss, as in the paper
@@ -57,8 +58,9 @@ def measure_in(runs: Sequence[Result]) -> Measure:
 
 
 def origin(results: FigureResults) -> str:
-    """At which scale and on which data, in a few words: of files the name alone."""
-    return f"{results.scale} scale, {', '.join(Path(name).name for name in results.data)}"
+    """At which scale, on which data, and what was varied, in a few words: of files the name alone."""
+    told = [f"{results.scale} scale", *(Path(name).name for name in results.data)]
+    return ", ".join([*told, *([words(results.variation)] if results.variation else [])])
 
 
 def lines_of(results: FigureResults, column: str) -> list[Line]:

@@ -134,6 +134,10 @@ code { font: .9em ui-monospace, monospace; background: var(--shade); padding: .1
 details { margin: .8rem 0; border: 1px solid var(--line); border-radius: 6px; padding: 0 .9rem }
 summary { padding: .55rem 0; cursor: pointer; font-weight: 600 }
 footer { margin-top: 3rem; padding-top: .8rem; border-top: 2px solid var(--line) }
+@media (max-width: 30rem) {
+  .wide { min-width: 9rem }
+  .outcome { white-space: normal }
+}
 @media print {
   body { max-width: none; padding: 0; font-size: 9.5pt }
   nav, footer, .skip { display: none }

@@ -3,16 +3,17 @@
 import json
 import math
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..claims import Verdict
+from ..claims import REPRODUCED, REVERSED, Verdict
 from ..errors import MissingExtra
 from ..results import FigureResults, Result, ends, final, finished, mean_and_error
 from ..scales import SCALES
 from ..store import write_text
+from .findings import SIGNS, columns, digits_of, groups, lines, summary
 from .lines import ERROR, LOSS, Measure, ending, measure_of, origin
 from .page import Html, folded, html, join, link, page, picture, table, tag, terms
 from .plot import render
@@ -31,7 +32,7 @@ RULE = (
     "guessing."
 )
 COMMAND = "streamnorm run online --data digits"
-SIGNS = {"reproduced": ("✓", "good"), "not reproduced": ("✗", "bad"), "not enough evidence": ("?", "open")}
+KINDS = {REPRODUCED: "good", REVERSED: "bad"}  # how an outcome looks
 NONE = "\N{EN DASH}"
 
 
@@ -45,11 +46,14 @@ def report(results: Sequence[FigureResults], claims: Sequence[Verdict]) -> str:
     if not results:
         empty = join(["There are no results yet. This makes the first ones: ", tag("code", COMMAND)])
         return page(TITLE, lead, tag("p", empty))
-    names = anchors(results)
-    entries = [("claims", "All claims"), *((names[each.file_name], heading(each)) for each in results)]
+    plain, tried = [each for each in results if not each.variation], groups(results)
+    names = anchors(plain)
+    entries = [("claims", "All claims"), *((names[each.file_name], heading(each)) for each in plain)]
+    entries += [("varied", "What was varied")] if tried else []
     items = (tag("li", link(target, text)) for target, text in entries)
     contents = tag("nav", tag("ul", *items), aria_label="Contents")
-    sections = [section(each, names[each.file_name], claims_of(each, claims)) for each in results]
+    sections = [section(each, names[each.file_name], claims_of(each, claims)) for each in plain]
+    sections += [variations(tried)] if tried else []
     opening = join([lead, tag("p", summary(claims), class_="summary"), contents], "\n")
     return page(TITLE, opening, join([all_claims(claims, names), *sections], "\n"))
 
@@ -75,12 +79,6 @@ def claims_of(results: FigureResults, claims: Iterable[Verdict]) -> list[Verdict
 # Claims
 
 
-def summary(claims: Sequence[Verdict]) -> str:
-    counts = Counter(claim.outcome for claim in claims)
-    found = [f"{counts[outcome]} {outcome}" for outcome in SIGNS]
-    return f"{plural(len(claims), 'claim')}: {', '.join(found)}."
-
-
 def plural(count: int, word: str) -> str:
     return f"{count} {word}" if count == 1 else f"{count} {word}s"
 
@@ -88,14 +86,14 @@ def plural(count: int, word: str) -> str:
 def all_claims(claims: Sequence[Verdict], names: dict[str, str]) -> Html:
     parts = [tag("h2", "All claims", id="claims")]
     if claims:
-        heads = ("Claim", "Figure", "Scale", "Measured", "Outcome")
+        heads = ("Claim", "Outcome", "Measured", "Figure", "Scale")
         rows = [
             (
                 tag("span", claim.text, class_="wide"),
+                outcome(claim),
+                measured(claim) if claim.file_name else NONE,
                 link(names[claim.file_name], claim.figure) if claim.file_name in names else claim.figure,
                 claim.scale,
-                measured(claim),
-                outcome(claim),
             )
             for claim in claims
         ]
@@ -114,15 +112,24 @@ def measured(claim: Verdict) -> Html:
 
 
 def outcome(claim: Verdict) -> Html:
-    sign, kind = SIGNS.get(claim.outcome, ("", "open"))
-    mark = tag("span", sign, aria_hidden="true")
-    return tag("span", mark, f" {claim.outcome}", class_=f"outcome {kind}")
+    mark = tag("span", SIGNS.get(claim.outcome, ""), aria_hidden="true")
+    return tag("span", mark, f" {claim.outcome}", class_=f"outcome {KINDS.get(claim.outcome, 'open')}")
 
 
-def digits_of(claim: Verdict) -> int:
-    """Decimals to show: two digits of the error."""
-    known = math.isfinite(claim.error) and claim.error > 0
-    return min(max(1 - math.floor(math.log10(claim.error)), 0), 5) if known else 3
+def variations(tried: Sequence[Sequence[FigureResults]]) -> Html:
+    """The claims of a figure, beside what becomes of them with one setting changed in all curves."""
+    parts = [tag("h2", "What was varied", id="varied")]
+    for group in tried:
+        rows = [
+            (tag("span", text, class_="wide"), *(tried_out(claim) for claim in claims)) for text, claims in lines(group)
+        ]
+        caption = f"{heading(replace(group[0], variation={}))}. In brackets: seeds."
+        parts.append(table(caption, ("Claim", *columns(group)), rows))
+    return tag("section", *parts, aria_labelledby="varied")
+
+
+def tried_out(claim: Verdict) -> Html:
+    return join([outcome(claim), Html("<br>"), measured(claim)]) if claim.values else html(NONE)
 
 
 def number(value: float) -> str:
@@ -227,14 +234,14 @@ def figure_claims(claims: Sequence[Verdict]) -> Html:
     rows = [
         (
             tag("span", claim.text, Html("<br>"), tag("small", claim.paper), class_="wide"),
+            outcome(claim),
             measured(claim),
             join([keep(signed(value, digits_of(claim))) for value in claim.values], ", ") or NONE,
-            outcome(claim),
         )
         for claim in claims
     ]
     return table(
-        "Positive is as claimed.", ("Claim, and where the paper says so", "Measured", "Each seed", "Outcome"), rows
+        "Positive is as claimed.", ("Claim, and where the paper says so", "Outcome", "Measured", "Each seed"), rows
     )
 
 
