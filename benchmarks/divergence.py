@@ -1,6 +1,6 @@
 """Why streaming normalization diverges in small windows: one training, watched from inside.
 
-    python benchmarks/divergence.py --data-dir FOLDER    # CIFAR-10; writes the numbers of docs/guard.md with --out
+    python benchmarks/divergence.py --data-dir FOLDER  # CIFAR-10; writes the numbers of docs/design/guard.md with --out
     python benchmarks/divergence.py --data digits        # no download
     python benchmarks/divergence.py --table benchmarks/results/divergence.json
 

@@ -3,9 +3,9 @@
     python examples/online_stream.py
 
 Every sample is first predicted, then learned from (prequential). The streams come with river, nothing is downloaded.
-What is compared and what came of it is in docs/streams.md, whose tables and figure are written by
+What is compared and what came of it is in docs/measured/streams.md, whose tables and figure are written by
 
-    python examples/online_stream.py --out docs/results/streams --page docs/streams.md
+    python examples/online_stream.py --out docs/results/streams --page docs/measured/streams.md
 """
 
 import argparse

@@ -2,12 +2,12 @@
 
     python examples/regression_stream.py
 
-One suspect at a time, on `approval` of docs/streams.md and on streams made here, in which the inputs are independent or
-move slowly, and the target is a fixed function of them or one that drifts. Networks, scaling and scores are those of
-online_stream.py; the learning rates go further. What came of it is in docs/reinforcement.md, whose tables are
-written by
+One suspect at a time, on `approval` of docs/measured/streams.md and on streams made here, in which the inputs are
+independent or move slowly, and the target is a fixed function of them or one that drifts. Networks, scaling and scores
+are those of online_stream.py; the learning rates go further. What came of it is in docs/measured/reinforcement.md,
+whose tables are written by
 
-    python examples/regression_stream.py --out docs/results/regression --page docs/reinforcement.md
+    python examples/regression_stream.py --out docs/results/regression --page docs/measured/reinforcement.md
 """
 
 import argparse

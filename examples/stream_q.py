@@ -5,9 +5,9 @@
 No replay, no target network, no batch. The agent follows the equations of Elsayed, Vasan and Mahmood (2024, "Streaming
 deep reinforcement learning finally works"): eligibility traces cut by exploration (Watkins), a step size that is
 bounded so that no update overshoots, sparse first weights, observations and rewards scaled by what was seen so far.
-What is compared and what came of it is in docs/reinforcement.md, whose tables and figure are written by
+What is compared and what came of it is in docs/measured/reinforcement.md, whose tables and figure are written by
 
-    python examples/stream_q.py --out docs/results/reinforcement --page docs/reinforcement.md
+    python examples/stream_q.py --out docs/results/reinforcement --page docs/measured/reinforcement.md
 
 A run that has finished is kept in the folder and not run again.
 """

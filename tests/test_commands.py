@@ -147,14 +147,14 @@ def test_command_lines_are_understood(capsys):
 
 
 def test_the_count_of_messages():
-    """What it prints is what docs/distributed.md has."""
+    """What it prints is what docs/guide/distributed.md has."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command.append("benchmarks/messages.py")
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=ONE_THREAD)
     assert done.returncode == 0, done.stderr
     rows = [line.split() for line in done.stdout.splitlines()[2:]]
     assert len(rows) == 3
-    page = (ROOT / "docs/distributed.md").read_text()
+    page = (ROOT / "docs/guide/distributed.md").read_text()
     for batches, ours, our_bytes, theirs, their_bytes in rows:
         assert f"| {batches} | {ours}, {our_bytes} | {theirs}, {their_bytes} |" in page
 

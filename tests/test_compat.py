@@ -208,7 +208,7 @@ def test_assumed_constant():
 
 
 @canary
-@pytest.mark.skipif(torch.__version__ < "2.13", reason="older compilers refuse some of this; see docs/speed.md")
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="older compilers refuse some of this; see speed.md")
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated")
 def test_repeats_in_backward():
     """Nodes that torch.compile may run again in backward are told by what it notes about them."""

@@ -20,7 +20,7 @@ from streamnorm.core.state import H1, H2, to_dict
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # of the compiler, about itself
-    pytest.mark.skipif(torch.__version__ < "2.13", reason="older compilers refuse some of this; see docs/speed.md"),
+    pytest.mark.skipif(torch.__version__ < "2.13", reason="older compilers refuse some of this; see speed.md"),
 ]
 
 

@@ -676,7 +676,7 @@ SERVED = [
 
 
 @pytest.mark.filterwarnings("ignore")  # of the compiler, about itself
-@pytest.mark.skipif(torch.__version__ < "2.13", reason="older compilers refuse some of this; see docs/speed.md")
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="older compilers refuse some of this; see speed.md")
 @pytest.mark.parametrize(("backend", "name"), SERVED)
 def test_compiled_calls_are_the_same(backend, name):
     """F and G of a streaming layer are the backend's, the rest is what the compiler makes."""
@@ -694,7 +694,7 @@ def test_compiled_calls_are_the_same(backend, name):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.skipif(torch.__version__ < "2.13", reason="older compilers refuse some of this; see docs/speed.md")
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="older compilers refuse some of this; see speed.md")
 @pytest.mark.parametrize("backend", STREAMING[:1])
 def test_the_state_may_be_saved_before_the_backward_pass_of_a_compiled_call(backend):
     """As without the compiler: what was handed out stays as it was, and what comes back is streamed all the same."""

@@ -37,7 +37,7 @@ def well(command):
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     folder = tmp_path_factory.mktemp("device")
-    well([HERE / "device_cases.py", folder, HERE.parent / "docs/guide.md"])
+    well([HERE / "device_cases.py", folder, HERE.parent / "docs/guide/basics.md"])
     return json.loads((folder / "found.json").read_text()) | {"check": json.loads((folder / "check.json").read_text())}
 
 

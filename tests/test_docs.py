@@ -24,10 +24,11 @@ from streamnorm.lab.store import read_json
 from streamnorm.lab.view import findings
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(set(DOCS.rglob("*.md")) - set(DOCS.glob("results/*")))]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 @pytest.mark.filterwarnings("ignore:Lazy modules", "ignore:.*should not be instantiated", "ignore:Dynamo detected")
 # torch.export of torch 2.4, about itself:
 @pytest.mark.filterwarnings("ignore:You are using .torch.load", "ignore:Attempted to insert a get_attr", "ignore:Node ")
@@ -38,7 +39,7 @@ def test_examples_run(page, tmp_path, monkeypatch):
         exec(compile(block, page.name, "exec"), names)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_links_and_named_files_exist(page):
     text = page.read_text()
     for target in re.findall(r"\]\(([^)#:]+)\)", text):
@@ -51,12 +52,12 @@ def test_links_and_named_files_exist(page):
 
 def test_the_map_of_the_paper_names_what_exists():
     tests = "\n".join(path.read_text() for path in (ROOT / "tests").glob("*.py"))
-    named = re.findall(r"`((?!tests)[\w/]+\.py)`, `([\w.]+)(?<!\.py)`", (ROOT / "docs/paper.md").read_text())
+    named = re.findall(r"`((?!tests)[\w/]+\.py)`, `([\w.]+)(?<!\.py)`", (ROOT / "docs/design/paper.md").read_text())
     assert len(named) > 10
     for file, name in named:
         text = (ROOT / "src/streamnorm" / file).read_text()
         assert re.search(rf"(def|class) {name.split('.')[-1]}\b", text), f"{name} is not in {file}"
-    for test in re.findall(r"`(test_\w+)`", (ROOT / "docs/paper.md").read_text()):
+    for test in re.findall(r"`(test_\w+)`", (ROOT / "docs/design/paper.md").read_text()):
         assert f"def {test}(" in tests
 
 
@@ -204,37 +205,35 @@ def test_the_committed_results_are_whole_and_quoted_as_they_are():
     assert results["complete"]
     assert {row["threads"] for row in results["rows"]} == {1, 2}
     measured = set((folder / "results.md").read_text().splitlines())
-    quoted = [line for line in (ROOT / "docs/speed.md").read_text().splitlines() if re.match(r"\| \w+/", line)]
+    quoted = [line for line in (ROOT / "docs/measured/speed.md").read_text().splitlines() if re.match(r"\| \w+/", line)]
     assert len(quoted) > 20
     assert set(quoted) <= measured
     measured = set((folder / "lab/results.md").read_text().splitlines())
-    quoted = [line for line in (ROOT / "docs/lab.md").read_text().splitlines() if line.startswith("| lab/")]
+    quoted = [line for line in (ROOT / "docs/guide/lab.md").read_text().splitlines() if line.startswith("| lab/")]
     assert len(quoted) == 4
     assert set(quoted) <= measured
     measured = set((folder / "agent/results.md").read_text().splitlines())
-    quoted = [line for line in (ROOT / "docs/guide.md").read_text().splitlines() if line.startswith("| agent/")]
+    quoted = [line for line in (ROOT / "docs/guide/basics.md").read_text().splitlines() if line.startswith("| agent/")]
     assert len(quoted) == 4
     assert set(quoted) <= measured
     measured = set((folder / "monitor/results.md").read_text().splitlines())
-    quoted = [line for line in (ROOT / "docs/monitoring.md").read_text().splitlines() if line.startswith("| monitor/")]
+    page = (ROOT / "docs/guide/monitoring.md").read_text()
+    quoted = [line for line in page.splitlines() if line.startswith("| monitor/")]
     assert len(quoted) == 4
     assert set(quoted) <= measured
 
 
-def test_the_results_of_the_experiments_are_quoted_as_they_are(tmp_path):
+def test_the_results_of_the_experiments_are_quoted_as_they_are():
     """Every table, number and outcome on the page is written again from the committed results, and is the same."""
-    page, folder = ROOT / "docs/results.md", ROOT / "docs/results"
-    again = tmp_path / "results.md"
-    again.write_text(page.read_text())
+    page, folder = DOCS / "measured/results.md", DOCS / "results"
     found = read_folder(folder)
-    findings.fill(again, found)
-    assert again.read_text() == page.read_text()
+    assert findings.with_findings(page, found, folder) == page.read_text()
     assert {each.figure.name for each in found} >= {"lp", "dau", "online", "conv", "rnn", "gru"}
     for each in found:
         assert (folder / f"{each.file_name}.json").exists()
         if not each.variation:
             assert f"<!-- {each.file_name} -->" in page.read_text()
-            assert f"(results/{each.file_name}.png)" in page.read_text()
+            assert f"(../results/{each.file_name}.png)" in page.read_text()
             assert (folder / f"{each.file_name}.svg").exists()
 
 
@@ -257,7 +256,7 @@ def test_the_memory_of_the_benchmark():
     assert bytes_alive(Greedy(), x) > 0.99 * size
 
 
-@pytest.mark.parametrize(("page", "least"), [("README.md", 2), ("docs/settings.md", 10)])
+@pytest.mark.parametrize(("page", "least"), [("README.md", 2), ("docs/guide/settings.md", 10)])
 def test_what_is_quoted_from_the_measure_of_online_learning(page, least):
     """As in "recurrent 1 x 8: streaming 28.9; layer norm 28.9": samples x batches, and accuracies at the best rate."""
     quotes = re.findall(r"\b((?:[a-z]+-)?[a-z]+) (\d+) x (\d+): ([^|<\n]+)", (ROOT / page).read_text())
@@ -279,7 +278,7 @@ def test_how_often_streaming_is_ahead_of_layer_norm():
 
 
 def test_the_best_rates_of_streaming_and_layer_norm_are_neighbours():
-    """As docs/settings.md says."""
+    """As docs/guide/settings.md says."""
     for net in ("fully-connected", "recurrent"):
         measured = read_online(ROOT / f"docs/results/online-{net}.json")
         rates = measured.grid.rates
@@ -291,7 +290,7 @@ def test_the_best_rates_of_streaming_and_layer_norm_are_neighbours():
 def test_the_table_of_the_guard_is_that_of_its_measurement():
     command = [sys.executable, "benchmarks/divergence.py", "--table", "benchmarks/results/divergence.json"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
-    assert done.stdout in (ROOT / "docs/guard.md").read_text()
+    assert done.stdout in (ROOT / "docs/design/guard.md").read_text()
 
 
 def test_a_training_is_watched_from_inside(tmp_path):
@@ -310,7 +309,7 @@ def test_the_benchmark_of_averages_runs():
     done = subprocess.run(
         [sys.executable, "benchmarks/averaging.py", *options], capture_output=True, text=True, check=True, cwd=ROOT
     )
-    page = (ROOT / "docs/averaging.md").read_text()
+    page = (ROOT / "docs/guide/averaging.md").read_text()
     for row in done.stdout.splitlines()[2:]:
         assert row.split(" | ")[0] in page  # the rows of the page are those that it prints
 
@@ -319,7 +318,7 @@ def test_the_bytes_of_a_merge_are_those_of_the_page():
     """Of network B, by the size of a message that tests/test_distributed.py has seen sent."""
     net = NetC(lambda channels, steps: StreamingNorm(channels), 64, 1, 1)
     sizes = [layer.num_features for layer in net.modules() if isinstance(layer, StreamingNorm)]
-    page = (ROOT / "docs/distributed.md").read_text()
+    page = (ROOT / "docs/guide/distributed.md").read_text()
     assert f"({len(sizes)} norms of {sizes[0]} channels)" in page
     for batches in (1, 4, 32):
         theirs = sum(4 * (2 * c + 1) + 4 * 2 * c for c in sizes) * batches
@@ -334,7 +333,7 @@ def printed_by(*words):
 
 @pytest.mark.parametrize("name", ["evaluation", "tasks"])
 def test_tables_are_those_of_their_measurement(name):
-    page = ROOT / {"evaluation": "docs/guard.md", "tasks": "docs/online.md"}[name]
+    page = ROOT / {"evaluation": "docs/design/guard.md", "tasks": "docs/measured/online.md"}[name]
     shown = printed_by(f"benchmarks/{name}.py", "--table", f"benchmarks/results/{name}.json")
     assert shown.strip() in page.read_text()
 

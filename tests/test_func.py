@@ -270,7 +270,7 @@ def test_recurrent_layers_refuse_before_the_first_timestep(name):
 
 
 @pytest.mark.filterwarnings("ignore")  # of the compiler, about itself
-@pytest.mark.skipif(torch.__version__ < "2.13", reason="older compilers refuse some of this; see docs/speed.md")
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="older compilers refuse some of this; see speed.md")
 @pytest.mark.parametrize("transform", [grad, vmap, jacrev], ids=lambda f: f.__name__)
 def test_inside_torch_compile(transform):
     """The compiler carries transforms out by itself; the rule is the same."""

@@ -18,7 +18,8 @@ from river.datasets import synth
 from streamnorm import SampleNorm
 
 ROOT = Path(__file__).parent.parent
-SCRIPT, PAGE, RESULTS = ROOT / "examples/online_stream.py", ROOT / "docs/streams.md", ROOT / "docs/results/streams"
+SCRIPT, PAGE = ROOT / "examples/online_stream.py", ROOT / "docs/measured/streams.md"
+RESULTS = ROOT / "docs/results/streams"
 
 
 def load():
@@ -176,5 +177,5 @@ def test_the_page_quotes_the_results():
     assert list(results["streams"]) == list(example.STREAMS)
     assert results["seeds"] >= 3
     assert "--samples" not in results["command"]  # whole streams
-    assert "(results/streams/curves.svg)" in page
+    assert "(../results/streams/curves.svg)" in page
     assert (RESULTS / "curves.svg").exists()

@@ -227,7 +227,7 @@ def test_resuming_float16_with_the_state_of_the_scaler(stop):
 
 
 @pytest.mark.filterwarnings("ignore")  # of the compiler, about itself
-@pytest.mark.skipif(torch.__version__ < "2.13", reason="older compilers refuse some of this; see docs/speed.md")
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="older compilers refuse some of this; see speed.md")
 def test_compiled_autocast_trains_like_autocast():
     eager = conv_net(StreamingNorm)
     model = copy.deepcopy(eager)

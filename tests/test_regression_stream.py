@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("river", reason="streams come from river, of the extra streamnorm[streams]")
 
 ROOT = Path(__file__).parent.parent
-PAGE, RESULTS = ROOT / "docs/reinforcement.md", ROOT / "docs/results/regression"
+PAGE, RESULTS = ROOT / "docs/measured/reinforcement.md", ROOT / "docs/results/regression"
 
 sys.path.insert(0, str(ROOT / "examples"))  # it imports its neighbour
 try:

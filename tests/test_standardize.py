@@ -501,7 +501,7 @@ def test_layers_whose_weight_others_read(encoder):
 
 
 @pytest.mark.filterwarnings("ignore")  # of the compiler, about itself
-@pytest.mark.skipif(torch.__version__ < "2.13", reason="older compilers refuse some of this; see docs/speed.md")
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="older compilers refuse some of this; see speed.md")
 def test_compiled():
     """The same training, evaluation and evaluation after changes; standardized after torch.compile too."""
     torch.compiler.reset()
@@ -556,7 +556,7 @@ def test_the_benchmark():
     """The rows of the page are those that it prints."""
     command = [sys.executable, "benchmarks/standardize.py", "--rounds", "2", "--batches", "1", "32"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
-    page = (ROOT / "docs/weight_standardization.md").read_text()
+    page = (ROOT / "docs/guide/weight_standardization.md").read_text()
     rows = done.stdout.splitlines()
     assert len(rows) == 8
     for row in rows:

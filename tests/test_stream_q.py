@@ -1,4 +1,4 @@
-"""The agent of docs/reinforcement.md: its equations, which passes push, and the page that quotes its results."""
+"""The agent of docs/measured/reinforcement.md: its equations, which passes push, and the page that quotes it."""
 
 import importlib.util
 import json
@@ -16,7 +16,7 @@ import numpy as np
 from streamnorm import SampleNorm, StreamingNorm
 
 ROOT = Path(__file__).parent.parent
-SCRIPT, PAGE = ROOT / "examples/stream_q.py", ROOT / "docs/reinforcement.md"
+SCRIPT, PAGE = ROOT / "examples/stream_q.py", ROOT / "docs/measured/reinforcement.md"
 RESULTS = ROOT / "docs/results/reinforcement"
 
 
@@ -202,7 +202,7 @@ def test_the_page_quotes_the_results():
         assert list(world["arms"]) == example.arms_of(name)
         assert world["steps"] == example.STEPS[name]
         assert all(len(runs) == results["seeds"] >= 3 for runs in world["arms"].values())
-    assert "(results/reinforcement/curves.svg)" in page
+    assert "(../results/reinforcement/curves.svg)" in page
     assert (RESULTS / "curves.svg").exists()
 
 

@@ -61,7 +61,7 @@ def test_the_published_table_is_of_every_kernel():
     found = {}
     for row in rows:
         found.setdefault((row["kernel"].split(",")[0].split()[0], row["target"]), set()).add(row["registers"])
-    page = (ROOT / "docs" / "devices.md").read_text()
+    page = (ROOT / "docs/reference/devices.md").read_text()
     for kernel in {kernel for kernel, _ in found}:
         line = next(line for line in page.splitlines() if line.startswith(f"| {kernel}"))
         ranges = [sorted({min(found[kernel, target]), max(found[kernel, target])}) for target in TARGETS]

@@ -122,7 +122,7 @@ def test_statistics_and_gradients_on_vectors(settings):
 
 
 @pytest.mark.filterwarnings("ignore")  # of the compiler, about itself
-@pytest.mark.skipif(torch.__version__ < "2.13", reason="older compilers refuse some of this; see docs/speed.md")
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="older compilers refuse some of this; see speed.md")
 def test_the_streams_of_a_compiled_layer():
     """A launch forward and one backward; the rest is what the compiler makes."""
     torch.manual_seed(0)

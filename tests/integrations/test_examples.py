@@ -1,4 +1,4 @@
-"""The examples of docs/trainers.md run: marked as they are, the tests of the documents leave them to these."""
+"""The examples of docs/guide/trainers.md run: marked as they are, the tests of the documents leave them to these."""
 
 import re
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 pytestmark = pytest.mark.filterwarnings("default", "error:.*backward passes and no weight update")
-PAGE = Path(__file__).parent.parent.parent / "docs/trainers.md"
+PAGE = Path(__file__).parent.parent.parent / "docs/guide/trainers.md"
 BLOCKS = re.findall(r"## (.*?)\n.*?```python integrations\n(.*?)```", PAGE.read_text(), re.DOTALL)
 
 

@@ -190,7 +190,7 @@ def test_save_pretrained_and_back(tmp_path):
 
 
 def test_a_checkpoint_without_streams_is_refused_by_from_pretrained(tmp_path):
-    """As docs/trainers.md says; load_state_dict reads it where a person allows keys to be missing."""
+    """As docs/guide/trainers.md says; load_state_dict reads it where a person allows keys to be missing."""
     from safetensors.torch import load_file, save_file
 
     Pretrained(Config()).save_pretrained(tmp_path)

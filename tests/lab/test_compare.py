@@ -44,7 +44,7 @@ from streamnorm.lab.view.cells import filled
 from streamnorm.lab.view.contest import markdown, sentences, table
 
 ROOT = Path(__file__).parents[2]
-PAGE, RESULTS = ROOT / "docs/compare.md", ROOT / "docs/results"
+PAGE, RESULTS = ROOT / "docs/measured/compare.md", ROOT / "docs/results"
 TINY = ["compare", "--net", "fully-connected", "--data", "digits", "--size", "64", "--seeds", "2"]
 TINY += ["--sizes", "2x1,1x32,32x1", "--norms", "layer norm,streaming"]
 NAME = "compare-fully-connected-digits"

@@ -43,7 +43,7 @@ from streamnorm.lab.scales import SCALES, scaled
 from streamnorm.lab.view.cells import fill, filled, markdown, table, verdicts
 
 ROOT = Path(__file__).parents[2]
-PAGE, RESULTS = ROOT / "docs/online.md", ROOT / "docs/results"
+PAGE, RESULTS = ROOT / "docs/measured/online.md", ROOT / "docs/results"
 WILD = 1e9  # a learning rate that nothing survives
 TINY = ["bench-online", "--net", "fully-connected", "--data", "digits", "--size", "32", "--seeds", "2"]
 TINY += ["--samples", "2", "--batches", "1,16", "--rates", f"0.01,{WILD}"]
@@ -451,7 +451,7 @@ def test_the_measure_of_online_learning_is_quoted_as_it_is():
     assert page.count("<!-- online-") == page.count("<!-- end of online-") == len(found)
     for each in found:
         assert filled(page, each.grid.file_name, markdown(each)) == page, each.grid.net
-        assert f"(results/{each.grid.file_name}.png)" in page
+        assert f"(../results/{each.grid.file_name}.png)" in page
         assert (RESULTS / f"{each.grid.file_name}.svg").exists()
         assert (RESULTS / f"{each.grid.file_name}.json").stat().st_size < 400_000
 

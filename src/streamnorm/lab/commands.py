@@ -183,7 +183,7 @@ def report(out: Path, path: Path, page: Path | None) -> None:
     if not found:
         raise LabError(f"no results in {out}: make some, for example with: streamnorm run online --out {out}")
     if page is not None:
-        findings.fill(page, found)
+        findings.fill(page, found, out)
     claims = judge_all(found)
     write_report(found, claims, path)
     print(verdicts([claim for claim in claims if claim.values]))

@@ -23,7 +23,7 @@ FULL = 32  # samples per update, from which on a run is the longer one
 IMAGES_SEEN = {False: (6_000, 1), True: (8_000, 2)}  # images and passes, by whether the window is full
 HELD_OUT, TEST_SIZE, SEEDS = 2_000, 4_000, 3
 MOMENTUM = 0.9
-DECAY = 0.5  # share of the training, at its end, in which the rate falls to 0: see docs/compare.md
+DECAY = 0.5  # share of the training, at its end, in which the rate falls to 0: see docs/measured/compare.md
 TAIL = 0.1  # share of the training, at its end, that the training loss is of
 
 STREAMING = DEFAULT  # the library's default

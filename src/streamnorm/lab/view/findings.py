@@ -1,6 +1,7 @@
 """What all results of a folder say of the paper's claims, as Markdown between the marks of a page."""
 
 import math
+import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -18,14 +19,20 @@ CLAIMS, VARIED = "claims", "varied"  # the marks that a page must have; those of
 AS_IT_IS = "as it is"
 
 
-def fill(path: Path, found: Sequence[FigureResults]) -> None:
-    """Put the claims into a page, what was varied, and each figure that has a place there."""
+def fill(path: Path, found: Sequence[FigureResults], folder: Path) -> None:
+    """Put the claims into a page, what was varied, and each figure that has a place there; `folder` has its picture."""
+    write_text(path, with_findings(path, found, folder))
+
+
+def with_findings(path: Path, found: Sequence[FigureResults], folder: Path) -> str:
+    """The page as it is then."""
     page = with_tables(path, CLAIMS, claims_table(judge_all(found)))
     parts = {VARIED: "\n\n".join(map(varied_table, groups(found)))}
-    parts |= {each.file_name: figure(each) for each in found if not each.variation}
+    where = Path(os.path.relpath(folder, path.parent)).as_posix()
+    parts |= {each.file_name: figure(each, where) for each in found if not each.variation}
     for name, text in parts.items():
         page = filled(page, name, text) or page
-    write_text(path, page)
+    return page
 
 
 def summary(claims: Iterable[Verdict]) -> str:
@@ -64,9 +71,9 @@ def digits_of(claim: Verdict) -> int:
     return min(max(1 - math.floor(math.log10(claim.error)), 0), 5) if known else 3
 
 
-def figure(results: FigureResults) -> str:
+def figure(results: FigureResults, where: str) -> str:
     """Its picture beside what the paper says, the command, its numbers and its claims."""
-    shown = f"![{results.figure.title}](results/{results.file_name}.png)"
+    shown = f"![{results.figure.title}]({where}/{results.file_name}.png)"
     said = f"The paper: *{results.figure.paper}*"
     made = f"```text\n$ {results.command}\n{table(results)}\n{verdicts(judge(results))}\n```"
     return "\n\n".join([said, shown, made])
