@@ -143,6 +143,8 @@ def deployed(model: nn.Module, places: Places) -> tuple[dict[nn.Module, nn.Modul
 def _why_not(norm: Norm) -> str | None:
     if norm._stored is None:
         return "it normalizes each sample by its own statistics, also in evaluation"
+    if not norm.num_features:
+        return "it is lazy and has no size yet: run one batch through the model, or pass example="
     if type(norm).forward not in FORWARDS or "forward" in vars(norm):
         return "its class computes something else, by a forward of its own"
     return None

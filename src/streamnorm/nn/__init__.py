@@ -5,6 +5,8 @@ How a call is computed does not live here (`backends`), nor how autograd and the
 
 from .affine import Affine
 from .batch import GeneralBatchNorm, TimeSpecificNorm
+from .lazy import LazyStreamingNorm, LazyStreamingNorm1d, LazyStreamingNorm2d, LazyStreamingNorm3d
+from .ranked import StreamingNorm1d, StreamingNorm2d, StreamingNorm3d
 from .recurrent import GRU, LSTM, RNN, ConvGRU, ConvRNN, GRUCell, LSTMCell, RNNCell
 from .sample import SampleNorm
 from .streaming import StreamingNorm
@@ -19,8 +21,15 @@ __all__ = [
     "GRUCell",
     "GeneralBatchNorm",
     "LSTMCell",
+    "LazyStreamingNorm",
+    "LazyStreamingNorm1d",
+    "LazyStreamingNorm2d",
+    "LazyStreamingNorm3d",
     "RNNCell",
     "SampleNorm",
     "StreamingNorm",
+    "StreamingNorm1d",
+    "StreamingNorm2d",
+    "StreamingNorm3d",
     "TimeSpecificNorm",
 ]

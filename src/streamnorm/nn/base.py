@@ -51,7 +51,7 @@ class Norm(nn.Module):
     ) -> None:
         super().__init__()
         watch_encoders(Norm)
-        check_count("num_features", num_features)
+        self._check_size(num_features)
         check_channel_dim(channel_dim)
         check_dtype(dtype)
         self.num_features = num_features
@@ -63,6 +63,9 @@ class Norm(nn.Module):
         self.bias: nn.Parameter | None = None
         if affine:
             self.weight, self.bias = new_affine(num_features, device, dtype)
+
+    def _check_size(self, num_features: int) -> None:
+        check_count("num_features", num_features)
 
     def _check(self, config: Statistic) -> None:
         """Refuse settings that this kind of norm cannot have."""
@@ -105,6 +108,7 @@ class Norm(nn.Module):
         """Check a call and give its input as `(N, C, *space)` and its mask as `(N, 1, *space)`."""
         if self._learns:
             refuse_transforms(type(self).__name__)
+        self._check_rank(x)
         x = to_channels_first(x, self.num_features, self.channel_dim)
         if mask is not None:
             mask = mask_over_channels(mask, x)
@@ -116,6 +120,9 @@ class Norm(nn.Module):
             x = materialized(x)
             self._remember(x.ndim if mask is None else 0)
         return x, mask
+
+    def _check_rank(self, x: Tensor) -> None:
+        """Refuse inputs with a number of dimensions that this norm is not for."""
 
     def _check_elements(self, x: Tensor) -> None:
         """Whether statistics can be taken of `(N, C, *space)`."""
@@ -202,7 +209,7 @@ class Norm(nn.Module):
         given = self._arguments()
         defaults |= self.config.implied
         words = [f"{name}={value!r}" for name, value in given.items() if value != defaults.get(name)]
-        return ", ".join([str(self.num_features), *words])
+        return ", ".join([*([str(self.num_features)] if self.num_features else []), *words])  # lazy norms have none yet
 
     def _arguments(self) -> dict[str, Any]:
         """The constructor's arguments, but for the size."""
@@ -254,6 +261,13 @@ def check_count(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         shape = ", not a shape" if isinstance(value, tuple | list) else ""
         raise ValueError(f"{name}={value!r}: must be a whole number of at least 1{shape}")
+
+
+def check_flag(name: str, value: object) -> bool:
+    if value not in (False, True):
+        norm = "; a norm is passed by name, norm=" if callable(value) else ""
+        raise ValueError(f"{name}={value!r}: must be True or False{norm}")
+    return bool(value)
 
 
 def check_dtype(dtype: torch.dtype | None) -> None:

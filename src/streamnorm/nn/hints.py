@@ -7,6 +7,8 @@ from inspect import Parameter, signature
 from reprlib import repr as shortened
 from typing import Any, TypeVar
 
+from torch.nn.modules.lazy import LazyModuleMixin
+
 Kind = TypeVar("Kind", bound=type)
 
 FOREIGN = {
@@ -18,6 +20,7 @@ FOREIGN = {
     "num_channels": "use num_features",
     "num_groups": "ref='SP1' of SampleNorm is one group of channels, 'SP2' a group for each",
     "process_group": "StreamingNorm alone merges over processes",
+    "proj_size": "the hidden state is not projected; an nn.Linear behind the layer projects its output",
     "steps": "TimeSpecificNorm alone has estimates per timestep",
 }
 
@@ -46,6 +49,8 @@ def _why_not(kind: type, init: Callable[..., None], args: tuple[Any, ...], kwarg
     """Why a call does not fit the signature, if this is about an argument too many."""
     taken = list(signature(init).parameters.values())[1:]
     names = [each.name for each in taken]
+    if "num_features" not in names and (args or "num_features" in kwargs) and issubclass(kind, LazyModuleMixin):
+        return f"{kind.__name__}() finds num_features at its first call: leave it out, or use the norm that is not lazy"
     foreign = [name for name in kwargs if name not in names]
     if foreign:
         return f"{kind.__name__}() takes " + "; ".join(f"no {name}=: {_instead(name, names)}" for name in foreign)

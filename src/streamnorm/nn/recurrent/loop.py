@@ -14,6 +14,7 @@ from ... import backends
 from ...engine.compat import has_hooks
 from ...engine.context import refuse_second_derivative, transformed
 from ...engine.function import run_sequence
+from ..ranked import StreamingNorm1d
 from ..streaming import StreamingNorm
 from .step import GRU_KIND, LSTM_KIND, RNN_KIND, Activation, Gates, Hidden, Linear, Product, grouped
 
@@ -190,7 +191,7 @@ def _alike(gates: Gates, products: Tensor, sizes: Sequence[int], start: Hidden) 
     norms: list[Any] = [*gates.norms.x, *gates.norms.h, *([gates.norms.cell] if gates.normed_cell else [])]
     if len(set(norms)) < len(norms):  # called in another order
         return "one norm serves several products"
-    if not all(type(norm) is StreamingNorm and norm.num_features == size for norm in norms):
+    if not all(type(norm) in (StreamingNorm, StreamingNorm1d) and norm.num_features == size for norm in norms):
         return "not all norms are a StreamingNorm"
     if not all(not has_hooks(norm) and norm._scaler is None for norm in norms):
         return "a norm has hooks or a scaler"
