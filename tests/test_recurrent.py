@@ -694,20 +694,94 @@ def test_other_bad_input():
         RNN(3, 4, norm="layer")
     with pytest.raises(TypeError, match=r"norm made LayerNorm.*SampleNorm"):
         RNN(3, 4, norm=nn.LayerNorm)
-    with pytest.raises(TypeError, match=r"input is PackedSequence: pass a floating point tensor \(N, T, C, H, W\)"):
+    with pytest.raises(TypeError, match=r"input is PackedSequence: pass a floating point tensor \(N, T, C, H, W\) or"):
         ConvRNN(3, 4)(pack_padded_sequence(x, [6, 5, 5, 2]))
     with pytest.raises(ValueError, match=r"^input of shape .* one element"):  # nothing about timesteps
         RNN(3, 4, norm=GeneralBatchNorm)(torch.randn(6, 1, 3))
-    with pytest.raises(ValueError, match=r"expected \(N, T, C, H, W\), x.unsqueeze\(0\) if it is one"):
-        ConvRNN(3, 4)(torch.randn(2, 3, 8, 8))
+    with pytest.raises(ValueError, match=r"expected \(N, T, C, H, W\) or \(T, C, H, W\), x.unsqueeze\(0\) if"):
+        ConvRNN(3, 4)(torch.randn(3, 8, 8))
     with pytest.raises(ValueError, match=r"expected a pair \(h, c\), each of shape \(1, 4, 5\)"):
         LSTM(3, 5)(x, torch.zeros(1, 4, 5))
     with pytest.raises(ValueError, match=r"hx of shape .* \(num_layers \* directions, N, hidden_size, H, W\)"):
         ConvGRU(3, 4)(torch.randn(2, 5, 3, 8, 8), torch.zeros(1, 2, 4))
     with pytest.raises(ValueError, match=r"expected \(N, 3\)"):
         RNNCell(3, 4)(torch.randn(2, 2, 3))
-    assert RNNCell(3, 4)(torch.randn(3)).shape == (4,)
-    assert "batch_first=True" in repr(GRU(3, 4, batch_first=True))
+    for name in ("bias", "batch_first", "bidirectional"):
+        with pytest.raises(ValueError, match=rf"^{name}='yes': must be True or False$"):
+            GRU(3, 5, **{name: "yes"})
+    with pytest.raises(ValueError, match=r"^bias=<class .*: must be True or False; a norm is passed by name, norm="):
+        GRU(3, 5, 1, SampleNorm)
+
+
+UNBATCHED = [(make, (6, 3)) for make in (*LAYERS.values(), partial(GRU, num_layers=2, bidirectional=True))]
+UNBATCHED += [(RNNCell, (3,)), (GRUCell, (3,)), (LSTMCell, (3,)), (ConvRNN, (6, 3, 4, 4)), (ConvGRU, (6, 3, 4, 4))]
+
+
+def tensors_of(result):
+    return [result] if isinstance(result, torch.Tensor) else [each for part in result for each in tensors_of(part)]
+
+
+@pytest.mark.parametrize(("make", "shape"), UNBATCHED)
+def test_one_sequence_without_a_batch(make, shape):
+    """Is a batch of one, and its states have no batch either; a state of a batch is refused, and so are lengths."""
+    one, batched, x = make(3, 5), make(3, 5), torch.randn(shape)
+    batched.load_state_dict(one.state_dict())
+    states = None, None
+    for _ in range(2):
+        results = one(x, states[0]), batched(x.unsqueeze(1 if len(shape) == 2 else 0), states[1])
+        for ours, theirs in zip(*map(tensors_of, results), strict=True):
+            assert ours.ndim == theirs.ndim - 1
+            assert torch.equal(ours.flatten(), theirs.flatten())
+        states = results if len(shape) == 1 else [final for _, final in results]
+    same_states(one, batched)
+    with pytest.raises(ValueError, match=r"^hx of shape"):
+        one(x, states[1])
+    if len(shape) > 1:
+        with pytest.raises(ValueError, match=r"^lengths= needs a batch: input of shape \(6, 3"):
+            one(x, lengths=[6])
+    same_states(one, batched)
+
+
+POSITIONS = [
+    ("RNN", (3, 5, 2, "relu", False, True, 0.0, True)),
+    ("GRU", (3, 5, 2, False, True, 0.0, True)),
+    ("LSTM", (3, 5, 2, False, True, 0.0, True)),
+    ("RNNCell", (3, 5, False, "relu")),
+    ("GRUCell", (3, 5, False)),
+    ("LSTMCell", (3, 5, False)),
+]
+
+
+@pytest.mark.parametrize(("name", "arguments"), POSITIONS, ids=[name for name, _ in POSITIONS])
+def test_arguments_by_position_mean_what_they_mean_in_torch(name, arguments):
+    torchs = getattr(nn, name)(*arguments)
+    settings = {"reset_after": True} if "GRU" in name else {}
+    ours = {"RNN": RNN, "GRU": GRU, "LSTM": LSTM, "RNNCell": RNNCell, "GRUCell": GRUCell, "LSTMCell": LSTMCell}[name](
+        *arguments, norm=None, **settings
+    )
+    ours.load_state_dict(torchs.state_dict())
+    x = torch.randn(4, 6, 3) if len(arguments) > 4 else torch.randn(4, 3)
+    if len(arguments) > 4:
+        ours.flatten_parameters()
+    for a, b in zip(tensors_of(ours(x)), tensors_of(torchs(x)), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_representation():
+    """The arguments that made it, but for defaults; norms are shown below, and only without them there is a bias."""
+    assert repr(GRU(3, 4)).splitlines()[1] == "  3, 4"
+    assert repr(GRU(3, 4)).splitlines()[2:4] == ["  (norms_l0): Norms(", "    (x): ModuleList("]
+    assert GRU(3, 4, 2, batch_first=True, norm=SampleNorm).extra_repr() == "3, 4, num_layers=2, batch_first=True"
+    assert LSTM(3, 4, cell_norm=True, bias=False).extra_repr() == "3, 4, cell_norm=True"
+    for text in (
+        "RNN(3, 4, nonlinearity='relu', bias=False, norm=None)",
+        "GRU(3, 4, num_layers=2, dropout=0.5, bidirectional=True, norm=None, reset_after=True)",
+        "RNNCell(3, 4, norm=None)",
+        "LSTMCell(3, 4, bias=False, norm=None)",
+        "ConvGRU(3, 4, kernel_size=5, norm=None)",
+    ):
+        made = eval(text)
+        assert f"{type(made).__name__}({made.extra_repr()})" == text
 
 
 class Mine(GRU):
@@ -716,19 +790,21 @@ class Mine(GRU):
 
 WRONG_ARGUMENTS = [
     (
-        lambda: GRU(3, 5, 1, True),
-        r"^GRU\(\) takes input_size, hidden_size, num_layers by position, .*True: .*batch_first=",
+        lambda: GRU(3, 5, 1, True, False, 0.0, False, None),
+        r"^GRU\(\) takes input_size, .*, bidirectional by position, .* None: pass the rest by name: norm=",
     ),
-    (lambda: RNN(3, 5, 1, "relu", True), r"^RNN\(\) takes input_size, .* 'relu', True: pass the rest by name: norm="),
     (lambda: LSTM(3, 5, batchfirst=True), r"^LSTM\(\) takes no batchfirst=: did you mean batch_first="),
-    (lambda: LSTM(3, 5, proj_size=2), r"^LSTM\(\) takes no proj_size=: .*cell_norm"),
+    (lambda: LSTM(3, 5, proj_size=2), r"^LSTM\(\) takes no proj_size=: .*not projected; an nn.Linear behind"),
     (lambda: RNN(3), r"^RNN.__init__\(\) missing .*hidden_size"),
-    (lambda: GRUCell(3, 5, False), r"^GRUCell\(\) takes input_size, hidden_size by position, .*False: .*reset_after="),
+    (
+        lambda: GRUCell(3, 5, False, "tanh"),
+        r"^GRUCell\(\) takes input_size, hidden_size, bias by position",
+    ),
     (lambda: RNNCell(3, 5, biass=False), r"^RNNCell\(\) takes no biass=: did you mean bias="),
     (lambda: LSTMCell(), r"^LSTMCell.__init__\(\) missing .*input_size"),
     (lambda: ConvRNN(3, 5, 1, 3), r"^ConvRNN\(\) takes input_channels, hidden_channels, num_layers .*kernel_size="),
     (lambda: ConvGRU(3, 5, kernel=3), r"^ConvGRU\(\) takes no kernel=: did you mean kernel_size="),
-    (lambda: Mine(3, 5, 1, True), r"^GRU\(\) takes input_size"),
+    (lambda: Mine(3, 5, 1, True, False, 0.0, False, None), r"^GRU\(\) takes input_size"),
 ]
 
 
@@ -739,11 +815,10 @@ def test_wrong_arguments_name_the_public_class(build, message):
 
 
 def test_signatures_are_those_of_the_constructors():
-    assert list(inspect.signature(GRU).parameters)[:5] == [
-        "input_size",
-        "hidden_size",
-        "num_layers",
-        "norm",
-        "nonlinearity",
-    ]
+    """By position what torch.nn takes by position, but for type and place; by name alone what is ours."""
+    torchs = [name for name in inspect.signature(nn.RNNBase.__init__).parameters if name not in ("self", "mode")]
+    for kind in (RNN, GRU, LSTM):
+        taken = inspect.signature(kind).parameters.values()
+        placed = [each.name for each in taken if each.kind is each.POSITIONAL_OR_KEYWORD]
+        assert [name for name in placed if name != "nonlinearity"] == torchs[: torchs.index("proj_size")]
     assert "reset_after" not in inspect.signature(RNN).parameters

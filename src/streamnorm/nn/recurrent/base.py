@@ -1,18 +1,20 @@
 """What recurrent cells and sequence layers share: their weights and norms, and the checks at the door."""
 
 from collections.abc import Sequence
+from inspect import signature
 from math import prod, sqrt
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from ...engine.compat import has_hooks
 from ...engine.context import check_memory, in_memory
-from ..base import Device, Norm, check_dtype
+from ..base import Device, Norm, check_dtype, check_flag
 from .step import GRU_KIND, GRU_RESET_AFTER_KIND, Factory, Gates, Hidden, Kind, Norms, Product
 
 ACTIVATIONS = {"tanh": torch.tanh, "relu": torch.relu}
+Carried = TypeVar("Carried")  # from step to step: h, or (h, c) of an LSTM
 STATE = "(num_layers * directions, N, hidden_size"  # without its end: images have a size
 
 
@@ -47,7 +49,7 @@ class RecurrentBase(nn.Module):
         self.product = product
         self.input_size, self.hidden_size = input_size, hidden_size
         self.nonlinearity = nonlinearity
-        self.bias = bias and norm is None  # with a norm, its own bias serves
+        self.bias = check_flag("bias", bias) and norm is None  # with a norm, its own bias serves
         rows = self.kind.gates * hidden_size
         for suffix, size in suffixes:
             for name, columns in (("weight_ih", size), ("weight_hh", hidden_size)):
@@ -176,6 +178,19 @@ class RecurrentBase(nn.Module):
     def _packaged(self, state: Hidden) -> Any:
         return state if self.kind.states > 1 else state[0]
 
+    def extra_repr(self) -> str:
+        """The sizes, and what differs from the defaults; norms show themselves."""
+        norms = [each for each in self.children() if isinstance(each, Norms)]
+        # With norms, which have their own, there is no bias to speak of.
+        about = {"bias": True, "cell_norm": norms[0].cell is not None} if norms else {"norm": None}
+        given, taken = vars(self) | about, list(signature(type(self).__init__).parameters.values())[3:]
+        words = [
+            f"{each.name}={given[each.name]!r}"
+            for each in taken
+            if each.name in given and given[each.name] != each.default
+        ]
+        return ", ".join([str(self.input_size), str(self.hidden_size), *words])
+
 
 def _is_vector(tensor: Tensor, size: int) -> bool:
     return tensor.ndim == 1 and tensor.shape[0] == size and tensor.is_floating_point()
@@ -229,6 +244,3 @@ class EitherGRU(RecurrentBase):
             f"{name} resets {where[not form]} it: they would compute something else. Make it {name}(..., "
             f"reset_after={form}){more}"
         )
-
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, reset_after={self.reset_after}"

@@ -1,6 +1,6 @@
 """Recurrent cells, for those who write their own loop."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, Generic
 
 import torch
 from torch import Tensor
@@ -10,11 +10,11 @@ from ...engine.context import Proxy, recorded
 from ..base import Device, check_count, mask_over_channels
 from ..hints import hinted
 from ..streaming import StreamingNorm
-from .base import ACTIVATIONS, EitherGRU, RecurrentBase
+from .base import ACTIVATIONS, Carried, EitherGRU, RecurrentBase
 from .step import LSTM_KIND, RNN_KIND, Factory, Linear
 
 
-class _Cell(RecurrentBase):
+class _Cell(RecurrentBase, Generic[Carried]):
     """One step, with the arguments of torch.nn's cells."""
 
     def __init__(
@@ -59,12 +59,15 @@ class _Cell(RecurrentBase):
             after = tuple(torch.where(rows, new, old) for new, old in zip(after, before, strict=True))
         return self._packaged(tuple(s.squeeze(0) for s in after) if input.ndim == 1 else after)
 
-    def extra_repr(self) -> str:
-        return f"{self.input_size}, {self.hidden_size}, nonlinearity={self.nonlinearity!r}"
+    if TYPE_CHECKING:
+
+        def __call__(
+            self, input: Tensor, hx: Carried | None = None, mask: Tensor | None = None, step: int = 0
+        ) -> Carried: ...
 
 
 @hinted
-class RNNCell(_Cell):
+class RNNCell(_Cell[Tensor]):
     """One step of a normalized recurrent network, called like `torch.nn.RNNCell`; see `RNN`.
 
     h' = f(N(W_x x) + N(W_h h)), each product with its own norm. Training and evaluation are those of the norms.
@@ -72,9 +75,9 @@ class RNNCell(_Cell):
     Args:
         input_size: the number of features of the input.
         hidden_size: the number of features of the hidden state.
-        norm: makes a norm for each product, as in `RNN`; None for torch's own cell.
-        nonlinearity: f, "tanh" or "relu".
         bias: of the products, without a norm; norms bring their own.
+        nonlinearity: f, "tanh" or "relu".
+        norm: makes a norm for each product, as in `RNN`; None for torch's own cell.
         device, dtype: of the parameters.
 
     Shape:
@@ -97,10 +100,10 @@ class RNNCell(_Cell):
         self,
         input_size: int,
         hidden_size: int,
+        bias: bool = True,
+        nonlinearity: str = "tanh",
         *,
         norm: Factory | None = StreamingNorm,
-        nonlinearity: str = "tanh",
-        bias: bool = True,
         device: Device = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -108,7 +111,7 @@ class RNNCell(_Cell):
 
 
 @hinted
-class GRUCell(EitherGRU, _Cell):
+class GRUCell(EitherGRU, _Cell[Tensor]):
     """One step of the paper's GRU, which resets the hidden state before its matrix product; see `GRU`.
 
     r, z = sigmoid(N(W_x x) + N(W_h h)); new = f(N(W_x x) + N(W_h (h * r))); h' = z * new + (1 - z) * h.
@@ -128,11 +131,11 @@ class GRUCell(EitherGRU, _Cell):
         self,
         input_size: int,
         hidden_size: int,
+        bias: bool = True,
         *,
         norm: Factory | None = StreamingNorm,
         nonlinearity: str = "tanh",
         reset_after: bool = False,
-        bias: bool = True,
         device: Device = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -141,7 +144,7 @@ class GRUCell(EitherGRU, _Cell):
 
 
 @hinted
-class LSTMCell(_Cell):
+class LSTMCell(_Cell[tuple[Tensor, Tensor]]):
     """One step of a normalized LSTM, called like `torch.nn.LSTMCell`; see `LSTM`.
 
     i, f, g, o = N(W_x x) + N(W_h h); c' = sigmoid(f) * c + sigmoid(i) * tanh(g); h' = sigmoid(o) * tanh(c').
@@ -164,10 +167,10 @@ class LSTMCell(_Cell):
         self,
         input_size: int,
         hidden_size: int,
+        bias: bool = True,
         *,
         norm: Factory | None = StreamingNorm,
         cell_norm: bool = False,
-        bias: bool = True,
         device: Device = None,
         dtype: torch.dtype | None = None,
     ) -> None:

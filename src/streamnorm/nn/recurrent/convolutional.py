@@ -1,6 +1,6 @@
 """Convolutional recurrent layers: the scenario "recurrent and convolutional" of the paper's Table 1."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from ..base import Device
 from ..hints import hinted
 from ..streaming import StreamingNorm
 from .base import EitherGRU
-from .sequence import SequenceLayer
+from .stacked import SequenceLayer
 from .step import RNN_KIND, Convolution, Factory
 
 
@@ -26,12 +26,16 @@ class _Convolutional(SequenceLayer):
     def forward(self, input: Tensor, hx: Tensor | None = None, lengths: Any = None) -> tuple[Tensor, Tensor]:
         if isinstance(input, Proxy):
             return recorded(self, input, hx=hx, lengths=lengths)
-        self._check_input(input, (5,), 2, "(N, T, C, H, W)")
+        self._check_input(input, (4, 5), -3, "(N, T, C, H, W) or (T, C, H, W)")
+        if input.ndim == 4:
+            output, (final,) = self._unbatched(input, hx, lengths)
+            return output, final
         output, (final,) = self._padded(input.transpose(0, 1), hx, lengths)
         return output.transpose(0, 1), final
 
-    def extra_repr(self) -> str:
-        return super().extra_repr() + f", kernel_size={self.kernel_size}"
+    if TYPE_CHECKING:
+
+        def __call__(self, input: Tensor, hx: Tensor | None = None, lengths: Any = None) -> tuple[Tensor, Tensor]: ...
 
 
 @hinted
@@ -52,8 +56,8 @@ class ConvRNN(_Convolutional):
         device, dtype: of the parameters.
 
     Shape:
-        - input: `(N, T, input_channels, H, W)`.
-        - hx: `(num_layers, N, hidden_channels, H, W)`; zeros if None.
+        - input: `(N, T, input_channels, H, W)`, or one sequence `(T, input_channels, H, W)`.
+        - hx: `(num_layers, N, hidden_channels, H, W)`, without N for one sequence; zeros if None.
         - lengths: `(N,)`, the real steps of each padded sample.
         - output: `(N, T, hidden_channels, H, W)`, 0 behind the lengths; h_n: as hx.
 
