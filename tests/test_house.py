@@ -10,6 +10,7 @@ from inspect import Parameter, signature
 from pathlib import Path
 
 import pytest
+from torch import nn
 
 import streamnorm
 from streamnorm import backends
@@ -37,7 +38,7 @@ ARROWS = {
 # From the ground up: a file imports only from lines above its own.
 LAB = [
     {"__init__", "errors", "runs", "shapes", "starting"},
-    {"store", "figures", "scales", "peers", "health", "grid", "devices", "race"},
+    {"variations", "store", "figures", "scales", "peers", "health", "grid", "devices", "race"},
     {"data", "results", "models", "compare"},
     {"tasks", "measures", "online"},
     {"train", "claims", "goals", "compared"},
@@ -48,7 +49,12 @@ LAB = [
     {"cli"},
 ]
 DATA = [{"download", "batches"}, {"tar", "index"}, {"cifar"}, {"__init__"}]
-VIEW = [{"__init__", "lines", "looks", "page", "cells", "contest"}, {"matrix"}, {"plot"}, {"report", "panels"}]
+VIEW = [
+    {"__init__", "lines", "looks", "page", "cells", "contest", "endings"},
+    {"matrix", "findings"},
+    {"plot"},
+    {"report", "panels"},
+]
 CHECK = [{"__init__"}, {"agreement", "system", "times"}, {"sequences"}, {"cases"}, {"run"}]
 FLOORS = {"lab": LAB, "lab.check": CHECK, "lab.data": DATA, "lab.view": VIEW}
 LATE = {"drawing.py", "monitoring.py"}  # may import what torch does not need, inside functions and for types
@@ -235,6 +241,27 @@ def test_public_names():
     for home in homes:
         for name in homes[home]:
             assert getattr(streamnorm, name) is getattr(sys.modules[f"streamnorm.{home}"], name)
+
+
+def typed_calls():
+    """The classes that tell type checkers how they are called: that of `nn.Module` takes anything, and returns it."""
+    for path in FILES:
+        kinds = [node for node in ast.parse(path.read_text(encoding="utf-8")).body if isinstance(node, ast.ClassDef)]
+        for kind in kinds:
+            told = [
+                each for each in kind.body if isinstance(each, ast.If) and ast.unparse(each.test) == "TYPE_CHECKING"
+            ]
+            if "__call__" in [getattr(part, "name", "") for each in told for part in each.body]:
+                yield f"streamnorm.{named(path)}", kind.name
+
+
+def test_calls_of_public_layers_have_types():
+    public = [getattr(streamnorm, name) for name in streamnorm.__all__]
+    layers = [each for each in public if isinstance(each, type) and issubclass(each, nn.Module)]
+    assert len(layers) >= 20
+    told = set(typed_calls())
+    for layer in layers:
+        assert any((base.__module__, base.__qualname__) in told for base in layer.__mro__), layer
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: named(folder))
