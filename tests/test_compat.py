@@ -321,6 +321,54 @@ REGISTER = {
 
 
 @canary
+@pytest.mark.filterwarnings("ignore:.torch.jit.trace. is deprecated")
+def test_EveryOperation():
+    """Also those of scripted functions and of views; not what reads memory by itself."""
+    seen = []
+    x = torch.randn(4, 4)
+    scripted = torch.jit.trace(lambda x: x.sin(), x)
+    with torch.no_grad(), compat.EveryOperation(lambda operation, arguments: seen.append((str(operation), arguments))):
+        scripted(x)
+        x.t()
+        torch.add(x, other=x)
+        x.tolist()
+    assert [name.split(".")[1] for name, _ in seen] == ["sin", "t", "add"]
+    assert all(arguments[0] is x for _, arguments in seen)
+    assert seen[2][1][1] is x
+
+
+@canary
+def test_reads_value():
+    found = []
+    x = torch.randn(4)
+    with compat.EveryOperation(lambda operation, arguments: found.append(compat.reads_value(operation))):
+        for read in (lambda: bool(x.sum() > 0), lambda: x[0].item(), lambda: torch.equal(x, x)):
+            found.clear()
+            read()
+            assert found[-1]
+            assert not any(found[:-1])
+
+
+@canary
+def test_LAYER_METHODS():
+    """They are what a call goes through: each one can change it."""
+    called = []
+
+    def overridden(base, name):
+        def method(self, *args, **kwargs):
+            called.append(name)
+            return getattr(base, name)(self, *args, **kwargs)
+
+        return type("Own", (base,), {name: method})
+
+    for name in compat.LAYER_METHODS:
+        base = nn.ConvTranspose1d if name == "_output_padding" else nn.Conv1d
+        called.clear()
+        overridden(base, name)(2, 2, 1)(torch.randn(1, 2, 3))
+        assert called, name
+
+
+@canary
 def test_HOOKS():
     """Every dictionary of hooks that a module has, in whatever way hooks are registered."""
     module = nn.Module()

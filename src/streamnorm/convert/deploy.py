@@ -1,5 +1,7 @@
 """Norms for deployment: they are affine in evaluation, so an `nn.BatchNorm` or two constants can stand for them."""
 
+from collections.abc import Mapping
+from inspect import signature
 from typing import Any, TypeVar, cast
 
 import torch
@@ -95,9 +97,10 @@ def to_batchnorm(model: Model, *, example: Any = None, inplace: bool = False, re
 
     Args:
         model: a model with norms of streamnorm.
-        example: an input (a tensor, or a tuple of arguments), which is run once in evaluation. Which batch norm it is
-            depends on the number of dimensions of the input, which a norm remembers from its calls, and `convert` from
-            what it replaced; a model that was only loaded needs an example, or its norms become `FixedAffine`.
+        example: an input (a tensor, a tuple of arguments, or a dict of them by name), which is run once in evaluation.
+            Which batch norm it is depends on the number of dimensions of the input, which a norm remembers from its
+            calls, and `convert` from what it replaced; a model that was only loaded needs an example, or its norms
+            become `FixedAffine`.
         inplace: True changes the model itself and keeps its Parameter objects.
         report: gets a line for each norm.
 
@@ -117,17 +120,31 @@ def to_batchnorm(model: Model, *, example: Any = None, inplace: bool = False, re
 
 
 def run_example(model: nn.Module, example: Any) -> Any:
-    """What the model gives for an example in evaluation; None if there is none."""
+    """What the model gives for an example in evaluation, with the same random numbers each time; None if there is none.
+
+    A dict has arguments by name; it is one argument itself if `forward` knows no such names.
+    """
     if example is None:
         return None
-    with evaluating(model):
-        return model(*example) if isinstance(example, tuple) else model(example)
+    with evaluating(model), torch.random.fork_rng(devices=[]):
+        if isinstance(example, tuple):
+            return model(*example)
+        if isinstance(example, Mapping) and _takes(model, example):
+            return model(**example)
+        return model(example)
+
+
+def _takes(model: nn.Module, names: Mapping[str, Any]) -> bool:
+    try:
+        signature(model.forward).bind(**names)
+    except TypeError:
+        return False
+    return True
 
 
 def deployed(model: nn.Module, places: Places) -> tuple[dict[nn.Module, nn.Module], dict[nn.Module, str]]:
     """What takes the place of each norm, and what to say about it."""
-    # Recurrent layers call their norms with a timestep.
-    recurrent = {m for norms in model.modules() if isinstance(norms, Norms) for m in norms.modules()}
+    recurrent = inside_recurrent_layers(model)
     replacements: dict[nn.Module, nn.Module] = {}
     lines: dict[nn.Module, str] = {}
     for norm, where in places.items():
@@ -138,6 +155,11 @@ def deployed(model: nn.Module, places: Places) -> tuple[dict[nn.Module, nn.Modul
             outcome = f"left alone: {reason}" if reason else f"-> {title(replacements[norm])}{remark}"
             lines[norm] = f"{names_of(where)}: {title(norm)} {outcome}"
     return replacements, lines
+
+
+def inside_recurrent_layers(model: nn.Module) -> set[nn.Module]:
+    """The norms that recurrent layers call, with a timestep."""
+    return {module for norms in model.modules() if isinstance(norms, Norms) for module in norms.modules()}
 
 
 def _why_not(norm: Norm) -> str | None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode
 
 # ---- tensors --------------------------------------------------------------------------------------------------------
 
@@ -57,6 +58,30 @@ def assumed_constant(function: Callable[[], bool]) -> Callable[[], bool]:
     """What torch.compiler.assume_constant_result does, which would import the compiler: 2 s of every process."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+class EveryOperation(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A context in which `see(operation, arguments)` is called before each operation on tensors, whoever asks for it.
+
+    What reads the memory of a tensor by itself, as `tolist` does, is not seen.
+    """
+
+    def __init__(self, see: Callable[[Any, tuple[Any, ...]], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.see = see
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # asked by new versions of torch, which else import the compiler: 2 s of every process
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.see(func, (*args, *(kwargs or {}).values()))
+        return func(*args, **(kwargs or {}))
+
+
+def reads_value(operation: Any) -> bool:
+    """Whether an operation, of `EveryOperation`, hands a number of a tensor to Python, which may decide by it."""
+    return operation in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)
 
 
 def repeats_in_backward() -> bool:
@@ -178,6 +203,10 @@ def has_hooks(module: nn.Module) -> bool:
     sides = "forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks"
     everywhere = [f"_global_{side}" for side in sides]
     return any(hooks) or "forward" in vars(module) or any(getattr(nn.modules.module, name, ()) for name in everywhere)
+
+
+# What computes when one of torch's convolutions or linear layers is called, and what a subclass may put in its place.
+LAYER_METHODS = ("forward", "_conv_forward", "_output_padding", "__call__", "_call_impl", "__getattr__")
 
 
 # The base of torch's batch and instance norms.
