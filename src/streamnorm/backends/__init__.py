@@ -99,6 +99,9 @@ class Backend(Protocol):
     def missing(self) -> str | None:
         """Why it cannot be used in this process at all; None if it can."""
 
+    def details(self) -> str:
+        """What `streamnorm check` says of one that can be used; may be empty."""
+
     def declines(self, call: Signature) -> str | None:
         """Why it does not serve such calls, in a few words; None if it does."""
 

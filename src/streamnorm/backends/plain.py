@@ -62,6 +62,9 @@ class Plain:
     def missing(self) -> str | None:
         return None
 
+    def details(self) -> str:
+        return ""
+
     def declines(self, call: Signature) -> str | None:
         return None
 

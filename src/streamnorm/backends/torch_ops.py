@@ -20,6 +20,9 @@ class TorchOps:
     def missing(self) -> str | None:
         return None
 
+    def details(self) -> str:
+        return ""
+
     def declines(self, call: Signature) -> str | None:
         config = call.config
         reasons = {

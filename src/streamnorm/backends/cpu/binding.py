@@ -4,10 +4,13 @@ The kernels get addresses. An address is read from a tensor in the call that use
 the kernel returns, and the tensor has been looked at: type, place, shape, order in memory, and that there is memory.
 """
 
+import os
 import struct
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache
 from importlib import import_module
+from itertools import product
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch  # before the kernels, which use the threads of the OpenMP runtime that torch loads
@@ -48,8 +51,20 @@ _record = struct.Struct("".join(_WRITTEN[name][0] for name in KNOWN))
 mismatch = _native is not None and getattr(_native, "fields", tuple)() != _FIELDS
 if mismatch:  # built for other settings or another state
     _native = None
+
+
+def libraries() -> Iterator[str]:
+    """Where the OpenMP runtime of torch may be: in what its library needs, or beside it in the wheel."""
+    package = Path(torch.__file__).parent
+    folders = package / "lib", package.with_name("torch.libs")
+    yield "libtorch_cpu.so"  # wherever it was loaded from
+    for pattern, folder in product(("libtorch_cpu.*", "libgomp*", "libomp*", "libiomp*"), folders):
+        yield from map(str, folder.glob(pattern))
+
+
 if _native is not None:
     _native.introduce(Tensor, Parameter, *ELEMENTS)
+threaded = _native is not None and any(_native.find_threads(os.fsencode(library)) for library in libraries())
 variant = next((name for name in VARIANTS if _native is not None and _native.use(name)), None)
 
 
@@ -59,6 +74,12 @@ def missing() -> str | None:
     if mismatch:
         return "the C++ kernels were built from another version of streamnorm: run pip install again"
     return "the C++ kernels are not built: there was no compiler when streamnorm was installed"
+
+
+def details() -> str:
+    """The instructions that the kernels use, and how many threads."""
+    threads = _native.threads(torch.get_num_threads())
+    return f"{variant}, {threads} thread{'s' * (threads > 1)}" + (", no OpenMP runtime found" if not threaded else "")
 
 
 def unserved(config: Statistic) -> str | None:

@@ -44,6 +44,9 @@ class Cpu:
     def missing(self) -> str | None:
         return binding.missing()
 
+    def details(self) -> str:
+        return binding.details()
+
     def declines(self, call: Signature) -> str | None:
         config, unserved = call.config, binding.unserved(call.config)
         types = {call.dtype, call.gain, call.bias} - {None}

@@ -376,6 +376,16 @@ PyObject* use(PyObject*, PyObject* name) {
     return PyBool_FromLong(found != nullptr);
 }
 
+PyObject* find_threads_in(PyObject*, PyObject* library) {  // a path, as bytes
+    const char* path = PyBytes_AsString(library);
+    return path ? PyBool_FromLong(find_threads(path)) : nullptr;
+}
+
+PyObject* threads(PyObject*, PyObject* wanted) {
+    const int64_t number = PyLong_AsLongLong(wanted);
+    return number == -1 && PyErr_Occurred() ? nullptr : PyLong_FromLongLong(count_threads(number));
+}
+
 // The names of the fields of `Settings`, `H1` and `H2`.
 PyObject* fields(PyObject*, PyObject*) {
     return Py_BuildValue("(sss)", SETTINGS_FIELDS, H1_FIELDS, H2_FIELDS);
@@ -414,6 +424,8 @@ PyMethodDef methods[] = {
     {"fits", FAST(fits), nullptr},
     {"suits", FAST(suits), nullptr},
     {"fields", fields, METH_NOARGS, nullptr},
+    {"find_threads", find_threads_in, METH_O, nullptr},
+    {"threads", threads, METH_O, nullptr},
     {"use", use, METH_O, "Choose the kernels for an instruction set; False where there are none for this machine."},
     {nullptr, nullptr, 0, nullptr},
 };
@@ -423,6 +435,5 @@ PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_native", nullptr, -1, methods
 }  // namespace
 
 PyMODINIT_FUNC PyInit__native(void) {
-    find_threads();
     return PyModule_Create(&definition);
 }

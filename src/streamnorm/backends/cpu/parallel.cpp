@@ -25,15 +25,37 @@ void inside(void* at) {
         region.task(region.data, part, region.threads);
 }
 
+#if defined(__unix__) || defined(__APPLE__)
+bool found_in(void* handle) {
+    const auto parallel = reinterpret_cast<Parallel>(dlsym(handle, "GOMP_parallel"));
+    const auto number = reinterpret_cast<Number>(dlsym(handle, "omp_get_thread_num"));
+    const auto count = reinterpret_cast<Number>(dlsym(handle, "omp_get_num_threads"));
+    if (!parallel || !number || !count) return false;
+    gomp_parallel = parallel, thread_number = number, thread_count = count;
+    return true;
+}
+#endif
+
 }  // namespace
 
-void find_threads() {
+bool find_threads(const char* library) {
 #if defined(__unix__) || defined(__APPLE__)
-    gomp_parallel = reinterpret_cast<Parallel>(dlsym(RTLD_DEFAULT, "GOMP_parallel"));
-    thread_number = reinterpret_cast<Number>(dlsym(RTLD_DEFAULT, "omp_get_thread_num"));
-    thread_count = reinterpret_cast<Number>(dlsym(RTLD_DEFAULT, "omp_get_num_threads"));
-    if (!thread_number || !thread_count) gomp_parallel = nullptr;
+    if (gomp_parallel || found_in(RTLD_DEFAULT)) return true;
+    // Not closed: the entries have to stay.
+    void* handle = dlopen(library, RTLD_LAZY | RTLD_NOLOAD);
+    return handle && found_in(handle);
+#else
+    (void)library;
+    return false;
 #endif
+}
+
+int64_t count_threads(int64_t wanted) {
+    int64_t found = 1;
+    run_on_threads(wanted, [](void* at, int64_t part, int64_t) {
+        if (part == 0 && gomp_parallel) *static_cast<int64_t*>(at) = thread_count();
+    }, &found);
+    return found;
 }
 
 void run_on_threads(int64_t threads, Task task, void* data) {

@@ -5,8 +5,11 @@
 
 using Task = void (*)(void* data, int64_t thread, int64_t threads);
 
-void find_threads();                                      // once, when the module is imported
+// Whether there is a runtime. As for torch's own calls, one that all libraries see comes first; then what a library of
+// torch needs, or is, if it has been loaded: where wheels carry a private copy, no other library sees it.
+bool find_threads(const char* library);
 void run_on_threads(int64_t threads, Task task, void* data);  // task(data, 0 .. threads - 1), all at the same time
+int64_t count_threads(int64_t wanted);                        // how many threads do that, if so many are asked for
 
 // Calls body(begin, end, thread) on shares of 0 .. n - 1.
 template <class Body>

@@ -48,6 +48,9 @@ class Triton:
             return None
         return "there is no GPU that torch can use"
 
+    def details(self) -> str:
+        return "interpreted" if INTERPRETED else ""
+
     def declines(self, call: Signature) -> str | None:
         config = call.config
         reasons = {

@@ -20,6 +20,7 @@ VARIABLES = (
 
 def about() -> dict[str, Any]:
     devices = {name: torch.device(name) for name in present()}
+    missing = {name: backend.missing() for name, backend in backends.registered().items()}
     return {
         "streamnorm": __version__,
         "torch": torch.__version__,
@@ -32,7 +33,8 @@ def about() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "load": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,  # not on Windows
         "devices": {name: f"{called(device)} {capability(device)}".strip() for name, device in devices.items()},
-        "backends": {name: backend.missing() for name, backend in backends.registered().items()},
+        "backends": missing,
+        "details": {name: backends.registered()[name].details() for name in missing if not missing[name]},
         "environment": {name: os.environ[name] for name in VARIABLES if name in os.environ},
     }
 
@@ -55,5 +57,6 @@ def lines(told: dict[str, Any]) -> list[str]:
         *(f"{name}={value}" for name, value in told["environment"].items()),
     ]
     for name, missing in told["backends"].items():
-        found.append(f"backend {name}: {f'cannot be used here: {missing}' if missing else 'there'}")
+        words = f"cannot be used here: {missing}" if missing else ", ".join(filter(None, ["there", told["details"][name]]))
+        found.append(f"backend {name}: {words}")
     return found
