@@ -3,10 +3,12 @@ TORCH ?= torch==2.13.0
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
+# Before 25.1 pip knows no groups.
+INSTALL := -m pip install --quiet --disable-pip-version-check
 
 TRAINERS := .venv-integrations
 
-.PHONY: demo test test-integrations test-sanitized lint bench clean
+.PHONY: demo test test-integrations test-sanitized lint bench dist clean
 
 demo: $(VENV)/.ready  ## normalizations side by side on the digits data, each at its own best rate; one to two minutes
 	$(RUN) examples/digits.py
@@ -41,6 +43,25 @@ lint: $(VENV)/.ready
 bench: $(VENV)/.ready  ## what everything costs against torch.nn, about eight minutes; writes benchmarks/results
 	MALLOC_MMAP_THRESHOLD_=268435456 MALLOC_TRIM_THRESHOLD_=536870912 $(RUN) benchmarks/bench.py
 
+# Environments with torch and the package, and nothing else.
+CLEAN := build/clean
+BUILD ?=
+
+dist: $(VENV)/.ready  ## sdist and wheel: built, looked at, installed into clean environments, trained with; BUILD=--no-isolation
+	rm -rf dist build/lib build/bdist.* $(CLEAN)
+	STREAMNORM_KERNELS=1 $(RUN) -m build $(BUILD) --outdir dist .
+	$(RUN) -m twine check --strict dist/*
+	$(RUN) -m check_wheel_contents dist/*.whl
+	$(RUN) -m abi3audit --strict --verbose dist/*.whl
+	ls -l dist
+	for kind in whl tar.gz; do \
+		$(PYTHON) -m venv $(CLEAN)/$$kind && \
+		STREAMNORM_KERNELS=1 $(CLEAN)/$$kind/bin/python $(INSTALL) $(TORCH) dist/*.$$kind && \
+		$(CLEAN)/$$kind/bin/python tests/installed.py --without numpy && \
+		$(CLEAN)/$$kind/bin/python $(INSTALL) numpy && \
+		$(CLEAN)/$$kind/bin/python tests/installed.py || exit 1; \
+	done
+
 clean:
 	rm -rf $(VENV) $(TRAINERS) build dist src/*.egg-info src/streamnorm/backends/cpu/*.so .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -49,10 +70,12 @@ KERNELS := $(wildcard src/streamnorm/backends/cpu/*.cpp src/streamnorm/backends/
 
 $(TRAINERS)/.ready: pyproject.toml setup.py $(KERNELS)
 	$(PYTHON) -m venv $(TRAINERS)
-	$(TRAINERS)/bin/python -m pip install --quiet --disable-pip-version-check $(TORCH) -e ".[integrations]"
+	$(TRAINERS)/bin/python $(INSTALL) "pip>=25.1"
+	$(TRAINERS)/bin/python $(INSTALL) $(TORCH) -e . --group integrations
 	touch $@
 
 $(VENV)/.ready: pyproject.toml setup.py $(KERNELS)
 	$(PYTHON) -m venv $(VENV)
-	$(RUN) -m pip install --quiet --disable-pip-version-check $(TORCH) -e ".[dev]"
+	$(RUN) $(INSTALL) "pip>=25.1"
+	$(RUN) $(INSTALL) $(TORCH) -e ".[lab,cluster,streams,rl]" --group dev
 	touch $@

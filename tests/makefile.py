@@ -21,8 +21,8 @@ def recipe(target, *variables, ready=READY):
 
 def run_line(line, *options, **settings):
     """One of them in a shell, with options at its end."""
-    command = shlex.join(map(str, options))
-    return subprocess.run(f"{line} {command}", shell=True, capture_output=True, text=True, cwd=ROOT, **settings)
+    command, settings = shlex.join(map(str, options)), {"cwd": ROOT} | settings
+    return subprocess.run(f"{line} {command}", shell=True, capture_output=True, text=True, **settings)
 
 
 has_make = shutil.which("make") is not None

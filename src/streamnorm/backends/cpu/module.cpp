@@ -1,5 +1,5 @@
-// The Python module: addresses and numbers in, checked for count only; binding.py is its one caller.
-#define Py_LIMITED_API 0x030b0000
+// The Python module: addresses and numbers in, checked for count only; binding.py is its one caller. setup.py says
+// whether it is built for the stable interface of Python.
 #include <Python.h>
 
 #include <cstring>
@@ -435,5 +435,10 @@ PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_native", nullptr, -1, methods
 }  // namespace
 
 PyMODINIT_FUNC PyInit__native(void) {
-    return PyModule_Create(&definition);
+    PyObject* module = PyModule_Create(&definition);
+#if defined(Py_GIL_DISABLED)
+    // What all threads share here is written while the module is imported.
+    if (module) PyUnstable_Module_SetGIL(module, Py_MOD_GIL_NOT_USED);
+#endif
+    return module;
 }
