@@ -128,7 +128,11 @@ def allocations(function):
     with TemporaryDirectory() as folder:
         trace = Path(folder, "trace.json")
         record.export_chrome_trace(str(trace))
-        events = [event for event in json.loads(trace.read_text())["traceEvents"] if event["name"] == "[memory]"]
+        events = [
+            event
+            for event in json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
+            if event["name"] == "[memory]"
+        ]
     alive, now, peak = {}, 0, 0
     for event in sorted(events, key=lambda event: event["ts"]):
         address, size = event["args"]["Addr"], event["args"]["Bytes"]

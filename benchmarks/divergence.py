@@ -179,7 +179,7 @@ def main() -> None:
     arguments.add_argument("--table", type=Path, metavar="FILE", help="only print such a file as a table")
     chosen = arguments.parse_args()
     if chosen.table:
-        print(table(json.loads(chosen.table.read_text())))
+        print(table(json.loads(chosen.table.read_text(encoding="utf-8"))))
         return
     torch.set_num_threads(1)
     found = {}

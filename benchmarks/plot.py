@@ -162,4 +162,4 @@ def draw_growth(axes, rows, case):
 if __name__ == "__main__":
     if len(sys.argv) != 2:
         sys.exit(__doc__)
-    draw(json.loads(Path(sys.argv[1], "results.json").read_text()), sys.argv[1])
+    draw(json.loads(Path(sys.argv[1], "results.json").read_text(encoding="utf-8")), sys.argv[1])

@@ -60,7 +60,7 @@ def main():
     options.add_argument("--temperature", type=float, default=0.7)
     options.add_argument("--checkpoint", type=Path)
     chosen = options.parse_args()
-    text = chosen.text.read_text(errors="replace")
+    text = chosen.text.read_text(errors="replace", encoding="utf-8")
     alphabet = sorted(set(text))
     codes = torch.tensor([alphabet.index(c) for c in text])
     held, streams = max(len(codes) // 20, 2), chosen.streams

@@ -231,9 +231,12 @@ def main():
         "streams": streams,
     }
     chosen.out.mkdir(parents=True, exist_ok=True)
-    atomically(lambda part: part.write_text(json.dumps(results)), chosen.out / "results.json")
+    atomically(lambda part: part.write_text(json.dumps(results), encoding="utf-8"), chosen.out / "results.json")
     if chosen.page:
-        atomically(lambda part: part.write_text(filled(chosen.page.read_text(), results)), chosen.page)
+        atomically(
+            lambda part: part.write_text(filled(chosen.page.read_text(encoding="utf-8"), results), encoding="utf-8"),
+            chosen.page,
+        )
 
 
 if __name__ == "__main__":

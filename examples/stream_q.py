@@ -242,12 +242,12 @@ def kept(path, name, arm, seed, steps):
     """The run of that file, or a new one."""
     asked = {"env": name, "arm": arm, "seed": seed, "steps": steps, "torch": VERSIONS[0], "gymnasium": VERSIONS[1]}
     if path.exists():
-        found = json.loads(path.read_text())
+        found = json.loads(path.read_text(encoding="utf-8"))
         if asked.items() <= found.items():
             return found
     found = asked | run(name, ARMS[arm], seed, steps)
     path.parent.mkdir(parents=True, exist_ok=True)
-    atomically(lambda part: part.write_text(json.dumps(found)), path)
+    atomically(lambda part: part.write_text(json.dumps(found), encoding="utf-8"), path)
     return found
 
 
@@ -331,10 +331,13 @@ def main():
     }
     for name, world in worlds.items():
         print(f"\n{name}, {world['steps']} steps\n\n{table(world)}", flush=True)
-    atomically(lambda part: part.write_text(json.dumps(results)), chosen.out / "results.json")
+    atomically(lambda part: part.write_text(json.dumps(results), encoding="utf-8"), chosen.out / "results.json")
     atomically(partial(draw, results), chosen.out / "curves.svg")
     if chosen.page:
-        atomically(lambda part: part.write_text(filled(chosen.page.read_text(), results)), chosen.page)
+        atomically(
+            lambda part: part.write_text(filled(chosen.page.read_text(encoding="utf-8"), results), encoding="utf-8"),
+            chosen.page,
+        )
 
 
 if __name__ == "__main__":

@@ -364,7 +364,7 @@ def outcome(attack):
         os.write(writer, said.encode()[-4000:])
         os._exit(0)
     os.close(writer)
-    with os.fdopen(reader) as stream:
+    with os.fdopen(reader, encoding="utf-8") as stream:
         said = stream.read()
     status = os.waitpid(child, 0)[1]
     return said if status == 0 else f"ended by signal {os.WTERMSIG(status)}"

@@ -137,7 +137,7 @@ def commands(folder):
         "check": main(["check", *few, "--device", NAME, "--out", str(folder / "check.json")]),
         "files": sorted(path.name for path in (folder / "out").glob("*.json")),
         "settings": sorted(
-            json.loads(path.read_text())["settings"].get("device", "")
+            json.loads(path.read_text(encoding="utf-8"))["settings"].get("device", "")
             for path in (folder / "out").glob("runs/*/result.json")
         ),
         "waits": other_device.Module.waits,
@@ -155,7 +155,7 @@ def run_all(folder, source):
         found = {"present": present(), "found": str(find(NAME)), "addresses": addresses(), "saved": state_dicts()}
         found |= {"trainings": trainings(folder / "runs", text), "resumed": resumed(folder, text)}
         found |= {"commands": commands(folder)}
-    (folder / "found.json").write_text(json.dumps(found))
+    (folder / "found.json").write_text(json.dumps(found), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -36,6 +36,8 @@ def train(torch, streamnorm):
 def main(options):
     if options.without:
         assert find_spec(options.without) is None, f"{options.without} is installed"
+    source = Path(find_spec("streamnorm").origin).resolve()
+    assert source.is_relative_to(Path(sys.prefix).resolve()), f"{source} is not what was installed"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch, where numpy is missing
         import torch
@@ -43,7 +45,6 @@ def main(options):
     import streamnorm
     from streamnorm import backends
 
-    assert Path(streamnorm.__file__).is_relative_to(sys.prefix), f"{streamnorm.__file__} is not what was installed"
     missing = backends.registered()["cpu"].missing()
     assert bool(missing) == options.no_kernels, missing or "the C++ kernels are there"
     assert has_gil() == had_gil, "importing streamnorm has switched the GIL on"

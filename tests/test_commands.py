@@ -17,7 +17,7 @@ from makefile import ROOT, has_make, recipe, run_line
 from streamnorm.lab import cli
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-TEXT = "\n".join(page.read_text() for page in PAGES)
+TEXT = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
 ONE_THREAD = os.environ | {"OMP_NUM_THREADS": "1"}
 # Which test runs it.
 RUN_BY = {
@@ -77,7 +77,7 @@ def test_whatever_is_named_is_run():
         path.relative_to(ROOT).as_posix()
         for kind in ("benchmarks", "examples")
         for path in (ROOT / kind).glob("*.py")
-        if "__main__" in path.read_text()  # the others are what scripts share
+        if "__main__" in path.read_text(encoding="utf-8")  # the others are what scripts share
     }
     for span in spans():
         words = span.split()
@@ -93,14 +93,14 @@ def test_whatever_is_named_is_run():
 
 @pytest.mark.skipif(not has_make, reason="reads the Makefile")
 def test_every_target_is_run():
-    phony = re.search(r"^\.PHONY:(.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    phony = re.search(r"^\.PHONY:(.*)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
     assert {f"make {name}" for name in phony[1].split()} <= set(RUN_BY)
 
 
 @pytest.mark.parametrize("name", sorted(set(RUN_BY.values())))
 def test_the_tests_of_the_table_exist(name):
     file, test = name.split("::")
-    tree = ast.parse((ROOT / "tests" / file).read_text())
+    tree = ast.parse((ROOT / "tests" / file).read_text(encoding="utf-8"))
     assert test in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
 
 
@@ -111,7 +111,7 @@ SCRIPT = r"(?:python|torchrun(?: --[\w-]+ \d+)*) ((?:benchmarks|examples|tests)/
 
 def source(script):
     """Of a script and of what it imports from its own folder, where options may be shared."""
-    text = script.read_text()
+    text = script.read_text(encoding="utf-8")
     beside = [script.with_name(f"{name}.py") for name in re.findall(r"^(?:from|import) (\w+)", text, re.MULTILINE)]
     return "\n".join([text, *(source(path) for path in beside if path.exists() and path != script)])
 
@@ -127,7 +127,9 @@ def test_options_that_are_named_exist():
             assert f'"{option}"' in text, f"{match[1]} has no {option}"
         case = re.search(r"bench\.py.* --only (\S+)", match[0])
         if case:
-            assert re.search(rf'"{re.escape(case[1])}[/"]', (ROOT / "benchmarks/cases.py").read_text()), match[0]
+            assert re.search(
+                rf'"{re.escape(case[1])}[/"]', (ROOT / "benchmarks/cases.py").read_text(encoding="utf-8")
+            ), match[0]
 
 
 def test_command_lines_are_understood(capsys):
@@ -155,7 +157,7 @@ def test_the_count_of_messages():
     assert done.returncode == 0, done.stderr
     rows = [line.split() for line in done.stdout.splitlines()[2:]]
     assert len(rows) == 3
-    page = (ROOT / "docs/guide/distributed.md").read_text()
+    page = (ROOT / "docs/guide/distributed.md").read_text(encoding="utf-8")
     for batches, ours, our_bytes, theirs, their_bytes in rows:
         assert f"| {batches} | {ours}, {our_bytes} | {theirs}, {their_bytes} |" in page
 
@@ -164,7 +166,9 @@ def test_the_figures_of_the_benchmark(tmp_path, monkeypatch):
     shutil.copy(ROOT / "benchmarks/results/results.json", tmp_path)
     monkeypatch.setattr(sys, "argv", ["plot.py", str(tmp_path)])
     runpy.run_path(str(ROOT / "benchmarks/plot.py"), run_name="__main__")
-    kinds = {row["case"].split("/")[0] for row in json.loads((tmp_path / "results.json").read_text())["rows"]}
+    kinds = {
+        row["case"].split("/")[0] for row in json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))["rows"]
+    }
     assert kinds
     for name in ("results.png", "growth.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
@@ -225,7 +229,7 @@ def test_make_test_integrations():
     tests = sorted(folder.glob("test_*.py"))
     assert len(tests) >= 4
     for path in tests:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "streamnorm":
                 module = __import__(node.module, fromlist=["*"])
                 assert all(hasattr(module, alias.name) for alias in node.names), path
@@ -245,7 +249,7 @@ def test_make_clean(tmp_path):
     written = ["src/streamnorm/nn/base.py", "src/streamnorm/backends/cpu/module.cpp", "tests/test_docs.py"]
     for name in [*made, *written]:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text("")
+        (tmp_path / name).write_text("", encoding="utf-8")
     shutil.copy(ROOT / "Makefile", tmp_path)
     well(subprocess.run(["make", "clean"], capture_output=True, text=True, cwd=tmp_path))
     left = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()}

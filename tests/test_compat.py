@@ -18,7 +18,7 @@ SOURCE = Path(streamnorm.__file__).parent
 COMPAT = SOURCE / "engine/compat.py"
 SYMBOLS = sorted(
     name
-    for node in ast.parse(COMPAT.read_text()).body
+    for node in ast.parse(COMPAT.read_text(encoding="utf-8")).body
     for name in (
         [node.name]
         if isinstance(node, ast.FunctionDef | ast.ClassDef)
@@ -488,10 +488,13 @@ def test_leave_encoder_fast_path():
 def test_stacklevel_outside(tmp_path):
     """Of a warning that is to name the first line outside of some folders."""
     inside = tmp_path / "inside.py"
-    inside.write_text("def call(level, *folders):\n    return inner(level, *folders)\n")
-    inside.write_text(inside.read_text() + "def inner(level, *folders):\n    return level(*folders)\n")
+    inside.write_text("def call(level, *folders):\n    return inner(level, *folders)\n", encoding="utf-8")
+    inside.write_text(
+        inside.read_text(encoding="utf-8") + "def inner(level, *folders):\n    return level(*folders)\n",
+        encoding="utf-8",
+    )
     space = {}
-    exec(compile(inside.read_text(), str(inside), "exec"), space)
+    exec(compile(inside.read_text(encoding="utf-8"), str(inside), "exec"), space)
     assert compat.stacklevel_outside(str(tmp_path)) == 1
     with pytest.warns(UserWarning, match="here") as found:
         sys.modules["warnings"].warn("here", stacklevel=1)
@@ -598,7 +601,7 @@ def foreign_names(tree, own):
 
 
 def test_no_other_file_leans_on_a_private_symbol():
-    trees = {path: ast.parse(path.read_text()) for path in SOURCE.rglob("*.py") if path != COMPAT}
+    trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in SOURCE.rglob("*.py") if path != COMPAT}
     own = own_names(trees.values()) - set(compat.HOOKS)
     used = {path.relative_to(SOURCE).as_posix(): foreign_names(tree, own) for path, tree in trees.items()}
     assert not {name: found for name, found in used.items() if found}
@@ -625,7 +628,7 @@ def test_such_a_line_is_found(line):
 
 def test_the_file_is_used():
     """Every symbol by another file, or by another one of this file."""
-    others = "\n".join(path.read_text() for path in SOURCE.rglob("*.py") if path != COMPAT)
+    others = "\n".join(path.read_text(encoding="utf-8") for path in SOURCE.rglob("*.py") if path != COMPAT)
     for name in SYMBOLS:
-        here = len(re.findall(rf"\b{name}\b", COMPAT.read_text()))
+        here = len(re.findall(rf"\b{name}\b", COMPAT.read_text(encoding="utf-8")))
         assert here > 1 or re.search(rf"\b{name}\b", others), name

@@ -38,7 +38,9 @@ def well(command):
 def found(tmp_path_factory):
     folder = tmp_path_factory.mktemp("device")
     well([HERE / "device_cases.py", folder, HERE.parent / "docs/guide/basics.md"])
-    return json.loads((folder / "found.json").read_text()) | {"check": json.loads((folder / "check.json").read_text())}
+    return json.loads((folder / "found.json").read_text(encoding="utf-8")) | {
+        "check": json.loads((folder / "check.json").read_text(encoding="utf-8"))
+    }
 
 
 @pytest.fixture(scope="module")

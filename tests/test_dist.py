@@ -11,7 +11,6 @@ import tarfile
 import tomllib
 import zipfile
 from itertools import chain
-from pathlib import Path
 
 import pytest
 from makefile import ROOT, has_make, recipe, run_line
@@ -188,5 +187,7 @@ def test_extras_are_for_users_and_groups_for_developers():
     extras, groups = PROJECT["project"]["optional-dependencies"], PROJECT["dependency-groups"]
     assert not {"dev", "test", "lint", "docs"} & set(extras)
     tools = {re.split(r"[<>=; ]", name)[0] for name in chain(*groups.values()) if isinstance(name, str)}
-    assert not [name for name in chain(*extras.values()) if re.split(r"[<>=; ]", name)[0] in tools - {"numpy", "triton"}]
+    assert not [
+        name for name in chain(*extras.values()) if re.split(r"[<>=; ]", name)[0] in tools - {"numpy", "triton"}
+    ]
     assert not [name for name in tools if name.startswith("streamnorm")]  # which would be looked for elsewhere

@@ -247,7 +247,10 @@ def example(checkpoint, lose=False):
     command = [*TORCHRUN, *options, "--checkpoint", checkpoint]
     printed = []
     pipes = {"stdout": subprocess.PIPE, "text": True, "start_new_session": True}
-    with checkpoint.with_suffix(".log").open("w+") as log, subprocess.Popen(command, stderr=log, **pipes) as running:
+    with (
+        checkpoint.with_suffix(".log").open("w+", encoding="utf-8") as log,
+        subprocess.Popen(command, stderr=log, **pipes) as running,
+    ):
         end = threading.Timer(180, os.killpg, (running.pid, signal.SIGKILL))
         end.start()
         for line in running.stdout:

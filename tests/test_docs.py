@@ -35,13 +35,13 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(set(DOCS.rglob("*
 def test_examples_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # they may write files
     names = {}
-    for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL):
+    for block in re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL):
         exec(compile(block, page.name, "exec"), names)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_links_and_named_files_exist(page):
-    text = page.read_text()
+    text = page.read_text(encoding="utf-8")
     for target in re.findall(r"\]\(([^)#:]+)\)", text):
         assert (page.parent / target).exists(), target
     for name in re.findall(r"`((?:src|tests|docs|examples|benchmarks)/[\w./]+)`", text):
@@ -51,13 +51,15 @@ def test_links_and_named_files_exist(page):
 
 
 def test_the_map_of_the_paper_names_what_exists():
-    tests = "\n".join(path.read_text() for path in (ROOT / "tests").glob("*.py"))
-    named = re.findall(r"`((?!tests)[\w/]+\.py)`, `([\w.]+)(?<!\.py)`", (ROOT / "docs/design/paper.md").read_text())
+    tests = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").glob("*.py"))
+    named = re.findall(
+        r"`((?!tests)[\w/]+\.py)`, `([\w.]+)(?<!\.py)`", (ROOT / "docs/design/paper.md").read_text(encoding="utf-8")
+    )
     assert len(named) > 10
     for file, name in named:
-        text = (ROOT / "src/streamnorm" / file).read_text()
+        text = (ROOT / "src/streamnorm" / file).read_text(encoding="utf-8")
         assert re.search(rf"(def|class) {name.split('.')[-1]}\b", text), f"{name} is not in {file}"
-    for test in re.findall(r"`(test_\w+)`", (ROOT / "docs/design/paper.md").read_text()):
+    for test in re.findall(r"`(test_\w+)`", (ROOT / "docs/design/paper.md").read_text(encoding="utf-8")):
         assert f"def {test}(" in tests
 
 
@@ -71,12 +73,12 @@ def test_the_demo(tmp_path):
     assert "Expected more than 1 value per channel" in done.stdout
     assert done.stdout.count("is the last of the ladder") == 16  # of two rates each is at an end
     assert "68/68" in done.stderr  # the progress bar
-    printed, shown = (demo_rows(text) for text in (done.stdout, (ROOT / "README.md").read_text()))
+    printed, shown = (demo_rows(text) for text in (done.stdout, (ROOT / "README.md").read_text(encoding="utf-8")))
     assert [row[0] for row in printed] == [row[0] for row in shown]
     for row in printed[1:] + shown[1:]:
         assert all(re.fullmatch(r"\d+\.\d ± \d+\.\d @ 0\.\d+|cannot run", cell) for cell in row[1:]), row
     for net, batch in product(digits.NORMS, digits.BATCHES):
-        for text in (done.stdout, (ROOT / "README.md").read_text()):
+        for text in (done.stdout, (ROOT / "README.md").read_text(encoding="utf-8")):
             assert len(re.findall(rf"- {net}, {batch} per batch: (?:a tie with|ahead of|behind) \w+", text)) == 1
 
 
@@ -131,7 +133,7 @@ def run_here(monkeypatch, script, *arguments):
 def test_the_character_model_goes_on_where_it_stopped(tmp_path, monkeypatch):
     """Its checkpoint at update 20 and on to 40 is that of 40 updates without a stop."""
     text = tmp_path / "text.txt"
-    text.write_text((ROOT / "LICENSE").read_text() * 4)
+    text.write_text((ROOT / "LICENSE").read_text(encoding="utf-8") * 4, encoding="utf-8")
     common = ["examples/char_model.py", text, "--hidden", 8, "--streams", 4, "--chunk", 5]
     whole, parts = tmp_path / "whole.pt", tmp_path / "parts.pt"
     done = run_script(*common, "--updates", 40, "--checkpoint", whole)
@@ -144,10 +146,10 @@ def test_the_character_model_goes_on_where_it_stopped(tmp_path, monkeypatch):
     assert one["update"] == two["update"] == 40
     for key, value in one["model"].items():
         assert torch.equal(two["model"][key], value), key
-    text.write_text("short")
+    text.write_text("short", encoding="utf-8")
     with pytest.raises(SystemExit, match="too short"):
         run_here(monkeypatch, *common)
-    assert len((ROOT / "examples/char_model.py").read_text().splitlines()) < 100
+    assert len((ROOT / "examples/char_model.py").read_text(encoding="utf-8").splitlines()) < 100
 
 
 def test_the_benchmark_of_sequence_length():
@@ -165,7 +167,7 @@ def test_the_benchmark_of_cost(tmp_path):
     (line,) = recipe("bench") if has_make else [f"{sys.executable} benchmarks/bench.py"]
     done = run_line(line, *common, "--only", "layers/1x512")
     assert done.returncode == 0, done.stderr
-    results = json.loads((tmp_path / "results.json").read_text())
+    results = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))
     assert results["complete"]
     assert [(row["against"], row["threads"]) for row in results["rows"]] == [
         (name, threads) for threads in (1, 2) for name in NAMES
@@ -201,23 +203,35 @@ def test_every_case_of_the_benchmark_runs(monkeypatch):
 
 def test_the_committed_results_are_whole_and_quoted_as_they_are():
     folder = ROOT / "benchmarks/results"
-    results = json.loads((folder / "results.json").read_text())
+    results = json.loads((folder / "results.json").read_text(encoding="utf-8"))
     assert results["complete"]
     assert {row["threads"] for row in results["rows"]} == {1, 2}
-    measured = set((folder / "results.md").read_text().splitlines())
-    quoted = [line for line in (ROOT / "docs/measured/speed.md").read_text().splitlines() if re.match(r"\| \w+/", line)]
+    measured = set((folder / "results.md").read_text(encoding="utf-8").splitlines())
+    quoted = [
+        line
+        for line in (ROOT / "docs/measured/speed.md").read_text(encoding="utf-8").splitlines()
+        if re.match(r"\| \w+/", line)
+    ]
     assert len(quoted) > 20
     assert set(quoted) <= measured
-    measured = set((folder / "lab/results.md").read_text().splitlines())
-    quoted = [line for line in (ROOT / "docs/guide/lab.md").read_text().splitlines() if line.startswith("| lab/")]
+    measured = set((folder / "lab/results.md").read_text(encoding="utf-8").splitlines())
+    quoted = [
+        line
+        for line in (ROOT / "docs/guide/lab.md").read_text(encoding="utf-8").splitlines()
+        if line.startswith("| lab/")
+    ]
     assert len(quoted) == 4
     assert set(quoted) <= measured
-    measured = set((folder / "agent/results.md").read_text().splitlines())
-    quoted = [line for line in (ROOT / "docs/guide/basics.md").read_text().splitlines() if line.startswith("| agent/")]
+    measured = set((folder / "agent/results.md").read_text(encoding="utf-8").splitlines())
+    quoted = [
+        line
+        for line in (ROOT / "docs/guide/basics.md").read_text(encoding="utf-8").splitlines()
+        if line.startswith("| agent/")
+    ]
     assert len(quoted) == 4
     assert set(quoted) <= measured
-    measured = set((folder / "monitor/results.md").read_text().splitlines())
-    page = (ROOT / "docs/guide/monitoring.md").read_text()
+    measured = set((folder / "monitor/results.md").read_text(encoding="utf-8").splitlines())
+    page = (ROOT / "docs/guide/monitoring.md").read_text(encoding="utf-8")
     quoted = [line for line in page.splitlines() if line.startswith("| monitor/")]
     assert len(quoted) == 4
     assert set(quoted) <= measured
@@ -227,13 +241,13 @@ def test_the_results_of_the_experiments_are_quoted_as_they_are():
     """Every table, number and outcome on the page is written again from the committed results, and is the same."""
     page, folder = DOCS / "measured/results.md", DOCS / "results"
     found = read_folder(folder)
-    assert findings.with_findings(page, found, folder) == page.read_text()
+    assert findings.with_findings(page, found, folder) == page.read_text(encoding="utf-8")
     assert {each.figure.name for each in found} >= {"lp", "dau", "online", "conv", "rnn", "gru"}
     for each in found:
         assert (folder / f"{each.file_name}.json").exists()
         if not each.variation:
-            assert f"<!-- {each.file_name} -->" in page.read_text()
-            assert f"(../results/{each.file_name}.png)" in page.read_text()
+            assert f"<!-- {each.file_name} -->" in page.read_text(encoding="utf-8")
+            assert f"(../results/{each.file_name}.png)" in page.read_text(encoding="utf-8")
             assert (folder / f"{each.file_name}.svg").exists()
 
 
@@ -259,7 +273,7 @@ def test_the_memory_of_the_benchmark():
 @pytest.mark.parametrize(("page", "least"), [("README.md", 2), ("docs/guide/settings.md", 10)])
 def test_what_is_quoted_from_the_measure_of_online_learning(page, least):
     """As in "recurrent 1 x 8: streaming 28.9; layer norm 28.9": samples x batches, and accuracies at the best rate."""
-    quotes = re.findall(r"\b((?:[a-z]+-)?[a-z]+) (\d+) x (\d+): ([^|<\n]+)", (ROOT / page).read_text())
+    quotes = re.findall(r"\b((?:[a-z]+-)?[a-z]+) (\d+) x (\d+): ([^|<\n]+)", (ROOT / page).read_text(encoding="utf-8"))
     assert len(quotes) >= least
     for net, samples, batches, numbers in quotes:
         measured = read_online(ROOT / f"docs/results/online-{net}.json")
@@ -273,7 +287,7 @@ def test_how_often_streaming_is_ahead_of_layer_norm():
     for net in ("fully-connected", "recurrent"):
         counts += Counter(tally(read_online(ROOT / f"docs/results/online-{net}.json")))
     words = f"ahead of layer norm in {counts['ahead']} of {counts.total()} cells and level in\n{counts['level']}"
-    assert words in (ROOT / "README.md").read_text()
+    assert words in (ROOT / "README.md").read_text(encoding="utf-8")
     assert counts["behind"] == 0
 
 
@@ -290,7 +304,7 @@ def test_the_best_rates_of_streaming_and_layer_norm_are_neighbours():
 def test_the_table_of_the_guard_is_that_of_its_measurement():
     command = [sys.executable, "benchmarks/divergence.py", "--table", "benchmarks/results/divergence.json"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
-    assert done.stdout in (ROOT / "docs/design/guard.md").read_text()
+    assert done.stdout in (ROOT / "docs/design/guard.md").read_text(encoding="utf-8")
 
 
 def test_a_training_is_watched_from_inside(tmp_path):
@@ -299,7 +313,7 @@ def test_a_training_is_watched_from_inside(tmp_path):
     subprocess.run(
         [sys.executable, "benchmarks/divergence.py", *options, *arms], capture_output=True, check=True, cwd=ROOT
     )
-    found = json.loads((tmp_path / "seen.json").read_text())
+    found = json.loads((tmp_path / "seen.json").read_text(encoding="utf-8"))
     assert [[look["update"] for look in found[arm]["looks"]] for arm in arms] == [[4, 8]] * 4
     assert found["paper"]["looks"][1] != found["guard"]["looks"][1] != found["guard without scale"]["looks"][1]
 
@@ -309,7 +323,7 @@ def test_the_benchmark_of_averages_runs():
     done = subprocess.run(
         [sys.executable, "benchmarks/averaging.py", *options], capture_output=True, text=True, check=True, cwd=ROOT
     )
-    page = (ROOT / "docs/guide/averaging.md").read_text()
+    page = (ROOT / "docs/guide/averaging.md").read_text(encoding="utf-8")
     for row in done.stdout.splitlines()[2:]:
         assert row.split(" | ")[0] in page  # the rows of the page are those that it prints
 
@@ -318,7 +332,7 @@ def test_the_bytes_of_a_merge_are_those_of_the_page():
     """Of network B, by the size of a message that tests/test_distributed.py has seen sent."""
     net = NetC(lambda channels, steps: StreamingNorm(channels), 64, 1, 1)
     sizes = [layer.num_features for layer in net.modules() if isinstance(layer, StreamingNorm)]
-    page = (ROOT / "docs/guide/distributed.md").read_text()
+    page = (ROOT / "docs/guide/distributed.md").read_text(encoding="utf-8")
     assert f"({len(sizes)} norms of {sizes[0]} channels)" in page
     for batches in (1, 4, 32):
         theirs = sum(4 * (2 * c + 1) + 4 * 2 * c for c in sizes) * batches
@@ -335,7 +349,7 @@ def printed_by(*words):
 def test_tables_are_those_of_their_measurement(name):
     page = ROOT / {"evaluation": "docs/design/guard.md", "tasks": "docs/measured/online.md"}[name]
     shown = printed_by(f"benchmarks/{name}.py", "--table", f"benchmarks/results/{name}.json")
-    assert shown.strip() in page.read_text()
+    assert shown.strip() in page.read_text(encoding="utf-8")
 
 
 def test_a_memory_for_evaluation_is_measured(tmp_path):

@@ -254,7 +254,7 @@ def test_onnx_in_training_mode_is_refused(runtime):
 @pytest.mark.skipif(OLD, reason="its exporter needs an older onnxscript")
 def test_the_example_of_the_docs(runtime, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    page = (Path(__file__).parent.parent / "docs/guide/export.md").read_text()
+    page = (Path(__file__).parent.parent / "docs/guide/export.md").read_text(encoding="utf-8")
     (block,) = re.findall(r"```python onnx\n(.*?)```", page, re.DOTALL)
     exec(compile(block, "export.md", "exec"), {})
 

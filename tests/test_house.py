@@ -77,7 +77,7 @@ def part(name):
 def imports(path):
     """What a file imports of ours, anywhere in it, by dotted names; "" is the package itself."""
     package = path.relative_to(SOURCE).parts[:-1]
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             assert not any(alias.name.split(".")[0] == "streamnorm" for alias in node.names), (
                 f"{path}: import relatively"
@@ -164,7 +164,7 @@ def test_nothing_outside_names_a_backend():
     for module, path in MODULES.items():
         if part(module) == "backends":
             continue
-        tree = ast.parse(path.read_text())
+        tree = ast.parse(path.read_text(encoding="utf-8"))
         used = set(imports(path)) & particular
         for node in ast.walk(tree):
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "backends":
@@ -181,7 +181,7 @@ def test_nothing_outside_names_a_backend():
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: named(folder))
 def test_every_folder_says_what_lives_there_and_what_does_not(folder):
-    text = ast.get_docstring(ast.parse((folder / "__init__.py").read_text()))
+    text = ast.get_docstring(ast.parse((folder / "__init__.py").read_text(encoding="utf-8")))
     assert text
     first, _, rest = text.partition("\n")
     assert first.endswith((".", ",")) or rest
@@ -189,7 +189,7 @@ def test_every_folder_says_what_lives_there_and_what_does_not(folder):
 
 
 def test_files_are_small():
-    lines = {path.name: len(path.read_text().splitlines()) for path in FILES}
+    lines = {path.name: len(path.read_text(encoding="utf-8").splitlines()) for path in FILES}
     assert max(lines.values()) <= 350, lines
     assert sum(n > 300 for n in lines.values()) <= len(lines) / 4, lines
 
@@ -204,7 +204,7 @@ def test_the_library_does_not_notice_the_lab():
     loaded = done.stdout.split()
     assert "streamnorm.nn.streaming" in loaded
     assert not [name for name in loaded if name.startswith(("streamnorm.lab", "matplotlib", "sklearn"))]
-    kernels = [path for path in KERNELS.glob("*.py") if "import triton\n" in path.read_text()]
+    kernels = [path for path in KERNELS.glob("*.py") if "import triton\n" in path.read_text(encoding="utf-8")]
     assert not {f"streamnorm.{named(path)}" for path in kernels} & set(loaded)
 
 
@@ -212,7 +212,7 @@ def test_the_library_needs_torch_alone():
     """The lab and drawings too at the head of their files: what else they need is imported late."""
     standard = set(sys.stdlib_module_names) | {"torch"}
     for path in FILES:
-        tree = ast.parse(path.read_text())
+        tree = ast.parse(path.read_text(encoding="utf-8"))
         late = SOURCE / "lab" in path.parents or path.name in LATE
         for node in tree.body if late else ast.walk(tree):
             if isinstance(node, ast.Import):
@@ -225,6 +225,49 @@ def test_the_library_needs_torch_alone():
             assert used <= allowed, f"{path.name} imports {used - allowed}"
 
 
+# On every system
+
+ROOT = Path(__file__).parent.parent
+SCRIPTS = [
+    ROOT / "setup.py",
+    *(path for kind in ("tests", "benchmarks", "examples") for path in (ROOT / kind).rglob("*.py")),
+]
+POSIX_MODULES = {"fcntl", "grp", "posix", "pty", "pwd", "resource", "termios", "tty"}
+POSIX_NAMES = {"os.fork", "os.getuid", "os.geteuid", "os.killpg", "os.mkfifo", "os.setsid", "os.uname", "os.wait"}
+
+
+def opens_text(call):
+    """Whether a call opens a file, of which what is read or written are strings."""
+    name = ast.unparse(call.func)
+    if name.endswith((".read_text", ".write_text")):
+        return True
+    if name != "open" and not (isinstance(call.func, ast.Attribute) and call.func.attr in ("open", "fdopen")):
+        return False
+    modes = [node.value for node in call.args if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    modes += [node.value.value for node in call.keywords if node.arg == "mode"]
+    return name not in ("os.open", "tarfile.open", "gzip.open") and not any("b" in mode for mode in modes[:2])
+
+
+def test_text_is_read_and_written_in_utf_8():
+    """Whatever the language of the system is: what is opened without an encoding differs between systems."""
+    for path in (*FILES, *SCRIPTS):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and opens_text(node):
+                assert "encoding" in {each.arg for each in node.keywords}, f"{path}:{node.lineno} has no encoding"
+
+
+def test_nothing_is_imported_that_windows_does_not_have():
+    """But inside of functions, which have to say what else they do; some calls are not there either."""
+    for path in FILES:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        heads = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+        names = {alias.name for node in heads for alias in node.names} | {getattr(node, "module", "") for node in heads}
+        assert not names & POSIX_MODULES, path
+        used = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+        assert not used & POSIX_NAMES, path
+        assert not {name for name in used if re.fullmatch(r"signal\.SIG(KILL|ALRM|HUP|CHLD|PIPE|USR\d)", name)}, path
+
+
 # Public names
 
 
@@ -232,7 +275,7 @@ def test_public_names():
     """The folders, Python and type checkers are told the same of what they are and where they come from."""
     homes = {home: set(sys.modules[f"streamnorm.{home}"].__all__) for home in streamnorm._HOMES}
     told = {}
-    for node in ast.walk(ast.parse((SOURCE / "__init__.py").read_text())):
+    for node in ast.walk(ast.parse((SOURCE / "__init__.py").read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and node.level:
             told.setdefault((node.module or "").split(".")[0], set()).update(alias.name for alias in node.names)
     assert told == homes | {"": {"backends", "functional"}}
@@ -327,7 +370,7 @@ def listing(names, many):
     """Files that list so many of `names` at one place outside of docstrings."""
     found = set()
     for module, path in MODULES.items():
-        tree = ast.parse(path.read_text())
+        tree = ast.parse(path.read_text(encoding="utf-8"))
         lone = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
         if any(len(enumerated(node) & set(names)) >= many for node in ast.walk(tree) if id(node) not in lone):
             found.add(module)

@@ -133,13 +133,13 @@ def test_bytes_are_parameters_and_statistics():
 def test_it_runs_and_writes(tmp_path, monkeypatch, capsys):
     page, out, names = tmp_path / "page.md", tmp_path / "out", ["segments-units", "approval"]
     marks = "".join(f"<!-- {name} -->\nold\n<!-- /{name} -->\n" for name in ("command", *names))
-    page.write_text(f"before\n{marks}after\n")
+    page.write_text(f"before\n{marks}after\n", encoding="utf-8")
     options = ["--samples", "50", "--seeds", "2", "--rates", "0.01", "0.02", "--streams", *names]
     monkeypatch.setattr(sys, "argv", ["online_stream.py", *options, "--out", str(out), "--page", str(page)])
     example.main()
-    shown, text = capsys.readouterr(), page.read_text()
+    shown, text = capsys.readouterr(), page.read_text(encoding="utf-8")
     assert "segments-units: 100%" in shown.err
-    results = json.loads((out / "results.json").read_text())
+    results = json.loads((out / "results.json").read_text(encoding="utf-8"))
     assert list(results["streams"]) == names
     for stream in results["streams"].values():
         assert example.table(stream) in text
@@ -153,7 +153,7 @@ def test_it_runs_and_writes(tmp_path, monkeypatch, capsys):
     assert text.endswith("<!-- /approval -->\nafter\n")
     assert "old" not in text
     assert {path.name for path in out.iterdir()} == {"results.json", "curves.svg"}
-    assert "</svg>" in (out / "curves.svg").read_text()
+    assert "</svg>" in (out / "curves.svg").read_text(encoding="utf-8")
     with pytest.raises(SystemExit, match="no place for command"):
         example.filled("nothing", results)
 
@@ -172,7 +172,7 @@ def test_without_river_it_says_what_to_install(monkeypatch):
 
 
 def test_the_page_quotes_the_results():
-    results, page = json.loads((RESULTS / "results.json").read_text()), PAGE.read_text()
+    results, page = json.loads((RESULTS / "results.json").read_text(encoding="utf-8")), PAGE.read_text(encoding="utf-8")
     assert example.filled(page, results) == page
     assert list(results["streams"]) == list(example.STREAMS)
     assert results["seeds"] >= 3

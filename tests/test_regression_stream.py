@@ -58,15 +58,17 @@ def test_inputs_that_move_slowly_do_and_a_drift_changes_the_target():
 
 def test_it_runs_and_writes(tmp_path, monkeypatch, capsys):
     page, out, names = tmp_path / "page.md", tmp_path / "out", ["approval", "slow"]
-    page.write_text("".join(f"<!-- {name} -->\nold\n<!-- /{name} -->\n" for name in ("regression", *names)))
+    page.write_text(
+        "".join(f"<!-- {name} -->\nold\n<!-- /{name} -->\n" for name in ("regression", *names)), encoding="utf-8"
+    )
     options = ["--samples", "50", "--seeds", "2", "--rates", "0.01", "0.02", "--streams", *names]
     monkeypatch.setattr(sys, "argv", ["regression_stream.py", *options, "--out", str(out), "--page", str(page)])
     threads = torch.get_num_threads()
     example.main()
     torch.set_num_threads(threads)
-    shown, text = capsys.readouterr(), page.read_text()
+    shown, text = capsys.readouterr(), page.read_text(encoding="utf-8")
     assert "slow: 100%" in shown.err
-    results = json.loads((out / "results.json").read_text())
+    results = json.loads((out / "results.json").read_text(encoding="utf-8"))
     for stream in results["streams"].values():
         assert list(stream["suspects"]) == list(example.SUSPECTS)
         assert example.table(stream) in text
@@ -79,7 +81,7 @@ def test_it_runs_and_writes(tmp_path, monkeypatch, capsys):
 
 
 def test_the_page_quotes_the_results():
-    results, page = json.loads((RESULTS / "results.json").read_text()), PAGE.read_text()
+    results, page = json.loads((RESULTS / "results.json").read_text(encoding="utf-8")), PAGE.read_text(encoding="utf-8")
     assert example.filled(page, results) == page
     assert list(results["streams"]) == list(example.ROWS)
     assert results["seeds"] >= 3

@@ -556,7 +556,7 @@ def test_the_benchmark():
     """The rows of the page are those that it prints."""
     command = [sys.executable, "benchmarks/standardize.py", "--rounds", "2", "--batches", "1", "32"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
-    page = (ROOT / "docs/guide/weight_standardization.md").read_text()
+    page = (ROOT / "docs/guide/weight_standardization.md").read_text(encoding="utf-8")
     rows = done.stdout.splitlines()
     assert len(rows) == 8
     for row in rows:

@@ -287,7 +287,7 @@ def test_ctrl_c_while_it_starts_is_no_traceback(delay, tmp_path):
 @pytest.mark.parametrize("library", ["libtorch_cpu", "_multiarray_umath", "libtorch_python"])
 def test_ctrl_c_while_libraries_are_loaded_is_no_traceback(library, tmp_path):
     process = start("-m", "streamnorm", *RUN, cwd=tmp_path)
-    wait_for(lambda: library in Path(f"/proc/{process.pid}/maps").read_text(), process)
+    wait_for(lambda: library in Path(f"/proc/{process.pid}/maps").read_text(encoding="utf-8"), process)
     stopped(process)
 
 

@@ -143,14 +143,14 @@ def test_a_curve_is_of_the_episodes_that_end_in_each_part():
 def test_it_runs_and_writes(tmp_path, monkeypatch, capsys):
     page, out, names = tmp_path / "page.md", tmp_path / "out", ["CartPole-v1", "Acrobot-v1"]
     marks = "".join(f"<!-- {name} -->\nold\n<!-- /{name} -->\n" for name in ("agents", *names))
-    page.write_text(f"before\n{marks}after\n")
+    page.write_text(f"before\n{marks}after\n", encoding="utf-8")
     options = ["--steps", "60", "--seeds", "2", "--env", *names, "--out", str(out), "--page", str(page)]
     arms = ["layer norm", "streaming, every pass pushes", "streaming on the state, layer norm"]
     monkeypatch.setattr(sys, "argv", ["stream_q.py", *options, "--arms", *arms])
     example.main()
-    shown, text = capsys.readouterr(), page.read_text()
+    shown, text = capsys.readouterr(), page.read_text(encoding="utf-8")
     assert "12/12" in shown.err
-    results = json.loads((out / "results.json").read_text())
+    results = json.loads((out / "results.json").read_text(encoding="utf-8"))
     assert list(results["worlds"]) == names
     for world in results["worlds"].values():
         assert list(world["arms"]) == arms
@@ -158,12 +158,12 @@ def test_it_runs_and_writes(tmp_path, monkeypatch, capsys):
         assert example.table(world) in shown.out
     assert "old" not in text
     assert example.filled(text, results) == text
-    assert "</svg>" in (out / "curves.svg").read_text()
+    assert "</svg>" in (out / "curves.svg").read_text(encoding="utf-8")
     assert len(list((out / "runs").glob("*.json"))) == 12
     with monkeypatch.context() as patch:  # what is finished is not run again
         patch.setattr(example, "run", None)
         example.main()
-    assert json.loads((out / "results.json").read_text()) == results
+    assert json.loads((out / "results.json").read_text(encoding="utf-8")) == results
     with pytest.raises(SystemExit, match="no place for agents"):
         example.filled("nothing", results)
 
@@ -195,7 +195,7 @@ def test_without_gymnasium_it_says_what_to_install(monkeypatch):
 
 
 def test_the_page_quotes_the_results():
-    results, page = json.loads((RESULTS / "results.json").read_text()), PAGE.read_text()
+    results, page = json.loads((RESULTS / "results.json").read_text(encoding="utf-8")), PAGE.read_text(encoding="utf-8")
     assert example.filled(page, results) == page
     assert list(results["worlds"]) == list(example.STEPS)
     for name, world in results["worlds"].items():
@@ -208,7 +208,7 @@ def test_the_page_quotes_the_results():
 
 def test_layer_norm_learns_and_no_hidden_streaming_norm_does():
     """What the page says of the outcome: the worst seed with layer norms is far from the best of those."""
-    worlds = json.loads((RESULTS / "results.json").read_text())["worlds"]
+    worlds = json.loads((RESULTS / "results.json").read_text(encoding="utf-8"))["worlds"]
     for name, gap in (("CartPole-v1", 100), ("Acrobot-v1", 200)):
         learns, fails = [], []
         for arm, runs in worlds[name]["arms"].items():

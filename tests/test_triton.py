@@ -41,7 +41,7 @@ def test_every_kernel_compiles_for_every_target(tmp_path):
     file = tmp_path / "kernels.json"
     done = python("benchmarks/gpu_kernels.py", "--few", "--out", str(file), TRITON_CACHE_DIR=str(tmp_path))
     assert done.returncode == 0, done.stderr
-    found = json.loads(file.read_text())["kernels"]
+    found = json.loads(file.read_text(encoding="utf-8"))["kernels"]
     names = {row["kernel"].split(",")[0] for row in found}
     assert names == {
         "sum_powers", "sum_powers again", "push_statistics", "normalize", "sum_gradients", "push_gradients",
@@ -55,13 +55,13 @@ def test_every_kernel_compiles_for_every_target(tmp_path):
 
 
 def test_the_published_table_is_of_every_kernel():
-    rows = json.loads((ROOT / "benchmarks" / "results" / "gpu_kernels.json").read_text())["kernels"]
+    rows = json.loads((ROOT / "benchmarks" / "results" / "gpu_kernels.json").read_text(encoding="utf-8"))["kernels"]
     assert len({(row["kernel"], row["target"]) for row in rows}) == len(rows)
     assert all(row["spilled"] == 0 for row in rows)
     found = {}
     for row in rows:
         found.setdefault((row["kernel"].split(",")[0].split()[0], row["target"]), set()).add(row["registers"])
-    page = (ROOT / "docs/reference/devices.md").read_text()
+    page = (ROOT / "docs/reference/devices.md").read_text(encoding="utf-8")
     for kernel in {kernel for kernel, _ in found}:
         line = next(line for line in page.splitlines() if line.startswith(f"| {kernel}"))
         ranges = [sorted({min(found[kernel, target]), max(found[kernel, target])}) for target in TARGETS]

@@ -7,7 +7,7 @@ import pytest
 
 pytestmark = pytest.mark.filterwarnings("default", "error:.*backward passes and no weight update")
 PAGE = Path(__file__).parent.parent.parent / "docs/guide/trainers.md"
-BLOCKS = re.findall(r"## (.*?)\n.*?```python integrations\n(.*?)```", PAGE.read_text(), re.DOTALL)
+BLOCKS = re.findall(r"## (.*?)\n.*?```python integrations\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
 
 
 @pytest.mark.parametrize("block", [block for _, block in BLOCKS], ids=[title for title, _ in BLOCKS])
@@ -17,5 +17,5 @@ def test_examples_run(block, tmp_path, monkeypatch):
 
 
 def test_there_is_one_for_each_trainer():
-    assert len(BLOCKS) == PAGE.read_text().count("```python")
+    assert len(BLOCKS) == PAGE.read_text(encoding="utf-8").count("```python")
     assert {"Lightning", "Accelerate", "The Trainer of transformers"} <= {title for title, _ in BLOCKS}

@@ -30,7 +30,7 @@ def test_the_command(tmp_path, capsys):
     """All cases; a short look at the times, without the compiler."""
     out = tmp_path / "new" / "check.json"
     assert main(["check", "--rounds", "1", "--compile-seconds", "0", "--out", str(out)]) == 0
-    printed, content = capsys.readouterr().out, json.loads(out.read_text())
+    printed, content = capsys.readouterr().out, json.loads(out.read_text(encoding="utf-8"))
     assert content["good"]
     assert content["about"]["torch"] == torch.__version__
     assert content["about"]["devices"].keys() == set(present())

@@ -49,7 +49,7 @@ def test_every_figure_runs(all_figures):
             assert [run["outcome"] for run in runs] == ["refused" if alone else "finished"], (name, label)
         stem = all_figures / each.file_name
         assert stem.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
-        assert "<svg" in stem.with_suffix(".svg").read_text()
+        assert "<svg" in stem.with_suffix(".svg").read_text(encoding="utf-8")
         assert each.command.startswith("streamnorm run all --preset smoke")
     runs = {path.name for path in (all_figures / "runs").iterdir()}
     used = {run["id"] for each in found.values() for curve in each.curves.values() for run in curve}
@@ -72,7 +72,7 @@ def test_what_was_trained_is_not_trained_again(all_figures, text_file, capsys):
 
 def test_the_report(all_figures, capsys):
     assert main(["report", "--out", str(all_figures)]) == 0
-    page = (all_figures / "report.html").read_text()
+    page = (all_figures / "report.html").read_text(encoding="utf-8")
     for figure in FIGURES.values():
         assert figure.title in page
     assert page.count("<img") == len(FIGURES)
@@ -118,10 +118,10 @@ def test_list(capsys):
 )
 def test_bad_command_lines_end_with_one_line_and_code_2(arguments, words, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "file").write_text("")
+    (tmp_path / "file").write_text("", encoding="utf-8")
     for name, content in (("odd", '{"figure": "no such"}'), ("broken", '{"figure":')):
         (tmp_path / name).mkdir()
-        (tmp_path / name / f"{name}.json").write_text(content)
+        (tmp_path / name / f"{name}.json").write_text(content, encoding="utf-8")
     assert_refused(arguments, words, capsys)
 
 
@@ -133,7 +133,7 @@ def test_bad_command_lines_end_with_one_line_and_code_2(arguments, words, tmp_pa
 def test_a_missing_extra_is_named_before_the_work(package, arguments, works, tmp_path):
     hidden = tmp_path / "hidden" / package
     hidden.mkdir(parents=True)
-    (hidden / "__init__.py").write_text("raise ImportError('hidden')")
+    (hidden / "__init__.py").write_text("raise ImportError('hidden')", encoding="utf-8")
     environment = ONE_THREAD | {"PYTHONPATH": str(tmp_path / "hidden")}
     done = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, cwd=tmp_path, env=environment)
     assert done.returncode == (0 if works else 2), done.stderr
@@ -263,4 +263,4 @@ def test_results_can_be_read_back(tmp_path):
     path = made.write(tmp_path)
     assert path.name == "table-quick.json"
     assert read_folder(tmp_path) == [made]
-    assert json.loads(path.read_text())["figure"] == "table"
+    assert json.loads(path.read_text(encoding="utf-8"))["figure"] == "table"

@@ -67,17 +67,17 @@ class Running:
 
     def __init__(self, folder):
         self.folder, self.processes = folder, []
-        (folder / "preload.py").write_text(PRELOAD)
+        (folder / "preload.py").write_text(PRELOAD, encoding="utf-8")
         told = folder / "scheduler.json"
         scheduler = self.start("scheduler", "--port", "0", "--scheduler-file", told)
         wait_for(told.exists, scheduler)
-        self.address = json.loads(told.read_text())["address"]
+        self.address = json.loads(told.read_text(encoding="utf-8"))["address"]
         for _ in range(3):
             self.worker()
 
     def start(self, kind, *options):
         command = [sys.executable, "-m", f"distributed.cli.dask_{kind}", "--host", "127.0.0.1", "--no-dashboard"]
-        with (self.folder / "log").open("a") as log:
+        with (self.folder / "log").open("a", encoding="utf-8") as log:
             environment = os.environ | {"OMP_NUM_THREADS": "1", "TOLD_BY": str(self.folder)}
             process = subprocess.Popen([*command, *map(str, options)], stdout=log, stderr=log, env=environment)
         self.processes.append(process)
@@ -89,7 +89,9 @@ class Running:
 
     def begun(self):
         """Of all trainings: the process, and the updates that it began with."""
-        return [tuple(map(int, line.split())) for line in (self.folder / "begun").read_text().splitlines()]
+        return [
+            tuple(map(int, line.split())) for line in (self.folder / "begun").read_text(encoding="utf-8").splitlines()
+        ]
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +111,7 @@ def running(started):
     with Cluster(started.address) as carrier:
         run = partial(carrier.client.run, on_error="ignore")  # of workers that a test has just killed
         wait_for(lambda: not any(run(lambda dask_worker: len(dask_worker.state.tasks)).values()), started.processes[0])
-    (started.folder / "begun").write_text("")
+    (started.folder / "begun").write_text("", encoding="utf-8")
     return started
 
 
@@ -155,7 +157,7 @@ def carried(running, root, watch, run=RUN):
 
 
 def results(out):
-    return {path.parent.name: json.loads(path.read_text()) for path in out.glob("runs/*/result.json")}
+    return {path.parent.name: json.loads(path.read_text(encoding="utf-8")) for path in out.glob("runs/*/result.json")}
 
 
 def test_a_figure_is_the_same_to_the_last_bit(running, one_thread, tmp_path, monkeypatch, capsys):
@@ -187,7 +189,7 @@ def test_the_run_of_a_killed_worker_goes_on_elsewhere(apart, running, alone, tmp
     assert (resumed == 0) is apart
     assert same(result, alone)
     assert watch.ended == [0]
-    assert json.loads((tmp_path / result["id"] / "result.json").read_text()) == result
+    assert json.loads((tmp_path / result["id"] / "result.json").read_text(encoding="utf-8")) == result
     assert (tmp_path / result["id"] / "metrics.jsonl").exists() != apart  # trained in the folder or elsewhere
 
 

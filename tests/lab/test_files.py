@@ -201,8 +201,8 @@ def test_results_with_anything_wrong_in_them_are_shown_or_named(name, tmp_path, 
     path = results(name, seeds=2, rows=5, outcomes=outcomes).write(tmp_path)
     monkeypatch.setitem(sys.modules, "matplotlib", None)  # drawing takes most of the time
     codes = []
-    for changed in changes(json.loads(path.read_text()), 150):
-        path.write_text(json.dumps(changed))
+    for changed in changes(json.loads(path.read_text(encoding="utf-8")), 150):
+        path.write_text(json.dumps(changed), encoding="utf-8")
         codes.append(ended(["report", "--out", tmp_path], path, capsys))
     assert {*codes} == {0, 2}
 
@@ -210,11 +210,11 @@ def test_results_with_anything_wrong_in_them_are_shown_or_named(name, tmp_path, 
 def test_tables_with_anything_wrong_in_them_are_shown_or_named(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(commands, "draw_grid", lambda found, out: [])
     path = tmp_path / "online-fully-connected.json"
-    whole = json.loads((RESULTS / path.name).read_text())
+    whole = json.loads((RESULTS / path.name).read_text(encoding="utf-8"))
     command = ["bench-online", "--net", "fully-connected", "--samples", "1,2", "--no-train", "--out", tmp_path]
     codes = []
     for changed in changes(whole | {"runs": whole["runs"][:100]}, 60):
-        path.write_text(json.dumps(changed))
+        path.write_text(json.dumps(changed), encoding="utf-8")
         codes.append(ended(command, path, capsys))
     assert {*codes} == {0, 2}
 
@@ -222,7 +222,7 @@ def test_tables_with_anything_wrong_in_them_are_shown_or_named(tmp_path, monkeyp
 def test_what_is_published_is_read():
     readers = {"online": read_online, "compare": read_compared}
     for path in RESULTS.glob("*.json"):
-        kind = next((kind for kind in readers if kind in json.loads(path.read_text())), None)
+        kind = next((kind for kind in readers if kind in json.loads(path.read_text(encoding="utf-8"))), None)
         assert readers.get(kind, read_results)(path).runs
 
 
@@ -235,7 +235,7 @@ def test_every_command_names_a_run_that_is_none(tmp_path, capsys):
         shutil.rmtree(tmp_path / "runs", ignore_errors=True)
         assert main([part for part in command if part != "--no-train"]) == 0
         path = sorted(tmp_path.glob("runs/*/result.json"))[0]
-        path.write_text("[]")
+        path.write_text("[]", encoding="utf-8")
         capsys.readouterr()
         assert main(command) == 2
         (line,) = capsys.readouterr().err.splitlines()

@@ -179,9 +179,9 @@ def test_the_file_is_small_and_read_back_as_it_was(measured, tmp_path):
     found = read(measured)
     path = found.write(tmp_path)
     assert path.read_bytes() == (measured / f"{NAME}.json").read_bytes()
-    lines = path.read_text().splitlines()
+    lines = path.read_text(encoding="utf-8").splitlines()
     assert max(len(line) for line in lines if line.startswith("[[")) < 120
-    content = json.loads(path.read_text())
+    content = json.loads(path.read_text(encoding="utf-8"))
     assert content["settings"]["train_size"] == 32
     assert content["settings"]["norms"]["streaming"]["guard"]
     assert content["versions"][0]["torch"] == torch.__version__
@@ -190,7 +190,7 @@ def test_the_file_is_small_and_read_back_as_it_was(measured, tmp_path):
 def test_a_cell_is_computed_from_the_runs(measured):
     found = read(measured)
     calm = [run for run in found.of("layer norm", 2, 1) if run.rate == 0.01]
-    results = [json.loads((measured / "runs" / run.id / "result.json").read_text()) for run in calm]
+    results = [json.loads((measured / "runs" / run.id / "result.json").read_text(encoding="utf-8")) for run in calm]
     assert [result["settings"]["rates"][0][0] for result in results] == [0.014] * 2
     accuracies = [100 * (1 - result["curves"]["test_error"][-1]) for result in results]
     cell = found.cell("layer norm", 2, 1)
@@ -256,20 +256,20 @@ def test_a_file_about_other_images_is_not_mixed_with_these(copied, capsys):
 
 def test_the_page_is_filled_between_its_marks(copied, tmp_path):
     page = tmp_path / "page.md"
-    page.write_text(f"before\n<!-- {NAME} -->\nold\n<!-- end of {NAME} -->\nafter\n")
+    page.write_text(f"before\n<!-- {NAME} -->\nold\n<!-- end of {NAME} -->\nafter\n", encoding="utf-8")
     assert main([*TINY, "--out", str(copied), "--no-train", "--page", str(page)]) == 0
     tables = markdown(read(copied))
     whole = f"before\n<!-- {NAME} -->\n\n{tables}\n\n<!-- end of {NAME} -->\nafter\n"
-    assert page.read_text() == whole
+    assert page.read_text(encoding="utf-8") == whole
     fill(page, read(copied))  # again changes nothing
-    assert page.read_text() == whole
+    assert page.read_text(encoding="utf-8") == whole
 
 
 def test_a_page_without_marks_is_refused_before_the_work(tmp_path, capsys):
     page, out = tmp_path / "page.md", tmp_path / "out"
     assert main([*TINY, "--out", str(out), "--page", str(page)]) == 2
     assert "page.md cannot be read" in capsys.readouterr().err
-    page.write_text("no marks")
+    page.write_text("no marks", encoding="utf-8")
     assert main([*TINY, "--out", str(out), "--page", str(page)]) == 2
     assert f"put the lines <!-- {NAME} --> and <!-- end of {NAME} --> there" in capsys.readouterr().err
     assert not out.exists()
@@ -281,7 +281,7 @@ def test_figures_of_the_paper_may_lie_beside_it(measured):
 
 def test_other_files_are_refused(tmp_path):
     for content in ("{}", "[]", '{"online": 1, "grid": {}}'):
-        (tmp_path / "file.json").write_text(content)
+        (tmp_path / "file.json").write_text(content, encoding="utf-8")
         with pytest.raises(StoreError, match="no result of bench-online"):
             read_online(tmp_path / "file.json")
 
@@ -443,7 +443,7 @@ def committed():
 
 def test_the_measure_of_online_learning_is_quoted_as_it_is():
     """Every number on the page is computed again from the committed results; nothing else stands between marks."""
-    page, found = PAGE.read_text(), committed()
+    page, found = PAGE.read_text(encoding="utf-8"), committed()
     assert {each.grid.net for each in found} == set(NETS)
     for each in found:  # at least what the goals speak of is whole
         whole = product((OURS, RIVALS[each.grid.net]), each.grid.samples, each.grid.batches)
@@ -459,7 +459,7 @@ def test_the_measure_of_online_learning_is_quoted_as_it_is():
 def test_the_page_is_made_again_from_the_committed_files_alone(tmp_path):
     """Without runs and without the images."""
     page = tmp_path / "online.md"
-    page.write_text(PAGE.read_text())
+    page.write_text(PAGE.read_text(encoding="utf-8"), encoding="utf-8")
     found = committed()[0]
     for each in found, replace(found, grid=replace(found.grid, seeds=1)):
         shutil.copy(RESULTS / f"{found.grid.file_name}.json", tmp_path)
@@ -467,7 +467,7 @@ def test_the_page_is_made_again_from_the_committed_files_alone(tmp_path):
         assert main([*command, "--no-train", "--out", str(tmp_path), "--page", str(page)]) == 0
         now = read_online(tmp_path / f"{found.grid.file_name}.json")
         assert now == replace(each, runs=[run for run in found.runs if run.seed < each.grid.seeds])
-        assert (page.read_text() == PAGE.read_text()) == (each is found)
+        assert (page.read_text(encoding="utf-8") == PAGE.read_text(encoding="utf-8")) == (each is found)
 
 
 @pytest.mark.parametrize("net", NETS)

@@ -71,7 +71,7 @@ pytestmark = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="
 def loader(tmp_path_factory):
     """A process that forks: importing torch takes longer than most of what is tried here."""
     errors = tmp_path_factory.mktemp("loader") / "errors"
-    with errors.open("w") as file:
+    with errors.open("w", encoding="utf-8") as file:
         process = subprocess.Popen(
             [sys.executable, "-c", SCRIPT],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=file, text=True,
@@ -91,7 +91,7 @@ def refused(loader, kind, place, tmp_path, *words):
     found = json.loads(process.stdout.readline())
     assert found is not None, "it was taken for data"
     message, grown = found
-    assert message != "failed", errors.read_text()[-2000:]
+    assert message != "failed", errors.read_text(encoding="utf-8")[-2000:]
     assert "\n" not in message
     assert len(message) < 1000 + len(str(place))
     assert all(word in message for word in words), message

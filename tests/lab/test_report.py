@@ -212,7 +212,7 @@ def test_a_phone_needs_no_sideways_scrolling(full, tmp_path):
     page = policy.sub("", full).replace("<details>", "<details open>").replace("</body>", MEASURE)
     (tmp_path / "page.html").write_text(page, encoding="utf-8")
     frame = tmp_path / "frame.html"
-    frame.write_text(FRAME)
+    frame.write_text(FRAME, encoding="utf-8")
     command = ["chromium", *FLAGS.split(), f"--user-data-dir={tmp_path / 'user'}", frame.as_uri()]
     shown = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
     width, view = map(int, re.search(r"(\d+) of (\d+)", shown).groups())

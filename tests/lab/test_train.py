@@ -247,7 +247,7 @@ def test_a_run_is_trained_once(digits, tmp_path):
     files = {path.name for path in folders[0].iterdir()}
     assert files == {"lock", "metrics.jsonl", "result.json", "tensorboard"}
     (folder,) = (path for path in folders if path.name == one["id"])
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     assert [row["test_loss"] for row in rows] == one["curves"]["test_loss"]
     assert list((folder / "tensorboard").iterdir())
 
@@ -369,7 +369,7 @@ def ending(run, data, out):
     train(run, data, out)
     torch.set_num_threads(threads)
     (path,) = out.glob("*/result.json")
-    result = json.loads(path.read_text())
+    result = json.loads(path.read_text(encoding="utf-8"))
     return result["curves"], result["updates"]
 
 

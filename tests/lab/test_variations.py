@@ -66,13 +66,13 @@ def test_varied_runs_stand_beside_the_others(tmp_path, capsys):
     assert [run["settings"].get("start") for run in (plain, larger, after)] == [None, 4.0, 4.0]
     assert larger["curves"]["train_loss"] == after["curves"]["train_loss"] != plain["curves"]["train_loss"]
     page = tmp_path / "page.md"
-    page.write_text(PAGE)
+    page.write_text(PAGE, encoding="utf-8")
     assert main(["report", "--out", str(tmp_path), "--page", str(page)]) == 0
-    text = page.read_text()
+    text = page.read_text(encoding="utf-8")
     assert "as it is (1) | start x 4 (1) | start x 4, tested after updates (1) |" in text
     assert "Between." in text
     assert text.count("\n| online |") == sum(claim.figure == "online" for claim in CLAIMS)
-    html = (tmp_path / "report.html").read_text()
+    html = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert "What was varied" in html
     assert html.count("<img") == 1  # those that were varied are in the table alone
 
@@ -80,15 +80,15 @@ def test_varied_runs_stand_beside_the_others(tmp_path, capsys):
 def test_a_page_without_a_place_for_the_claims_is_refused(tmp_path, capsys):
     results("rnn").write(tmp_path)
     page = tmp_path / "page.md"
-    page.write_text("# Results\n")
+    page.write_text("# Results\n", encoding="utf-8")
     assert_refused(["report", "--out", str(tmp_path), "--page", str(page)], ["no place", "<!-- claims -->"], capsys)
-    assert page.read_text() == "# Results\n"
+    assert page.read_text(encoding="utf-8") == "# Results\n"
 
 
 def test_a_variation_that_does_not_exist_is_no_result(tmp_path):
     path = replace(results("rnn"), variation={"start": 2.0}).write(tmp_path)
     assert read_results(path).variation == {"start": 2.0}
-    path.write_text(path.read_text().replace('"start"', '"begin"'))
+    path.write_text(path.read_text(encoding="utf-8").replace('"start"', '"begin"'), encoding="utf-8")
     with pytest.raises(StoreError, match="no result of streamnorm"):
         read_results(path)
 

@@ -174,7 +174,7 @@ class Worker:
     def stop(self) -> None:
         """Ask the process to save where it is, and wait until it has."""
         if self.run is not None and self.process.is_alive() and self.process.pid:
-            with contextlib.suppress(ProcessLookupError):
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # it has ended; on Windows the second
                 os.kill(self.process.pid, signal.SIGTERM)
         self.pipe.close()
         self.process.join()

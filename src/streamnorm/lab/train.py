@@ -306,7 +306,7 @@ class Log:
             self.board = SummaryWriter(self.path.parent / "tensorboard", purge_step=after)
 
     def write(self, row: Row) -> None:
-        with complaining(self.path), self.path.open("a") as file:
+        with complaining(self.path), self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
         with complaining(self.path.parent / "tensorboard"):
             for name, value in row.items() if self.board else ():

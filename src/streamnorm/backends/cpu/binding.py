@@ -48,8 +48,9 @@ KNOWN = tuple(name for name in SETTINGS if name in _WRITTEN)  # and `ref`, which
 _FIELDS = tuple(map(" ".join, (KNOWN, H1_NAMES, H2_NAMES)))
 _record = struct.Struct("".join(_WRITTEN[name][0] for name in KNOWN))
 
-mismatch = _native is not None and getattr(_native, "fields", tuple)() != _FIELDS
-if mismatch:  # built for other settings or another state
+fitting = getattr(_native, "fields", tuple)() == _FIELDS and hasattr(_native, "find_threads")
+mismatch = _native is not None and not fitting
+if mismatch:  # built for other settings, another state, or by a version with fewer functions
     _native = None
 
 

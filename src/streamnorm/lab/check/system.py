@@ -57,6 +57,8 @@ def lines(told: dict[str, Any]) -> list[str]:
         *(f"{name}={value}" for name, value in told["environment"].items()),
     ]
     for name, missing in told["backends"].items():
-        words = f"cannot be used here: {missing}" if missing else ", ".join(filter(None, ["there", told["details"][name]]))
+        words = (
+            f"cannot be used here: {missing}" if missing else ", ".join(filter(None, ["there", told["details"][name]]))
+        )
         found.append(f"backend {name}: {words}")
     return found

@@ -62,7 +62,9 @@ def _pip(*arguments: str) -> str:
     command = [*([sys.executable, "-m"] if find_spec("pip") else []), "pip", *arguments]
     environment = {**os.environ, "COLUMNS": "1000", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment, check=True)
+        done = subprocess.run(
+            command, capture_output=True, text=True, encoding="utf-8", timeout=60, env=environment, check=True
+        )
     except (OSError, subprocess.SubprocessError) as error:
         raise DataError("there is no working pip to ask for a package index") from error
     return done.stdout

@@ -125,7 +125,7 @@ def filled(page: str, name: str, text: str) -> str | None:
 def with_tables(path: Path, name: str, text: str) -> str:
     """The page at `path` with `text` in its place; says what is wrong with the page if it has none."""
     try:
-        page = path.read_text()
+        page = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise LabError(f"--page {path} cannot be read ({error}): pass a Markdown page") from error
     new = filled(page, name, text)
