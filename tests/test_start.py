@@ -217,7 +217,10 @@ try:
     runpy.run_module("streamnorm", run_name="__main__", alter_sys=True)
 except SystemExit as stopped:
     code = stopped.code
-print(json.dumps([code or 0, [name for name in sys.modules if name.split(".")[0] in ("torch", "numpy", "matplotlib")]]))
+heavy = [name for name in sys.modules if name.split(".")[0] in ("torch", "numpy", "matplotlib")]
+if sys.argv[-1] in ("--help", "--version"):  # what only a command needs is half of its start
+    heavy += {"streamnorm.lab.commands", "streamnorm.lab.view", "importlib.resources"} & set(sys.modules)
+print(json.dumps([code or 0, heavy]))
 """
 
 

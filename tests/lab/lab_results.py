@@ -69,3 +69,8 @@ def assert_refused(arguments, words, capsys):
     last = output.err.splitlines()[-1]
     assert last.startswith("streamnorm")
     assert "Traceback" not in output.err
+
+
+def contents(folder):
+    """Every file under `folder`, with what is in it and when it was written."""
+    return {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in folder.rglob("*") if path.is_file()}

@@ -10,6 +10,7 @@ import struct
 import subprocess
 import sys
 import termios
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,8 @@ def test_what_was_trained_is_not_trained_again(all_figures, text_file, capsys):
     assert "BN 1 x 32" in output.out
     assert "refused" in output.out
     assert "not enough evidence" in output.out
+    for name, kind in product(("online-smoke-digits", "rnn-smoke-text"), ("json", "png", "svg")):  # what it wrote
+        assert str(all_figures / f"{name}.{kind}") in output.out.splitlines()
 
 
 def test_the_report(all_figures, capsys):
@@ -215,10 +218,12 @@ def test_sigterm_to_the_parent_is_heeded_like_ctrl_c(all_figures, tmp_path):
 
 
 def test_on_a_terminal_there_is_a_progress_bar(tmp_path):
+    """Without colours, where they are not wanted."""
     terminal, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 150, 0, 0))  # rows, columns
     command = [*COMMAND, "run", "rnn", "--preset", "smoke", "--data", ROOT / "README.md"]
-    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, cwd=tmp_path, env=ONE_THREAD)
+    environment = ONE_THREAD | {"NO_COLOR": "1", "TQDM_COLOUR": "red"}
+    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, cwd=tmp_path, env=environment)
     os.close(theirs)
     shown = b""
     while True:
@@ -236,6 +241,7 @@ def test_on_a_terminal_there_is_a_progress_bar(tmp_path):
     assert re.search(r"about \d+ (s|min|h) in 1 process", text)
     assert text.index("about ") < text.index("runs   0%")
     assert re.search(r"\d+%\|.*\| \d\d:\d\d < .* updates/s, loss \d\.\d{3}", text), text
+    assert not re.search(r"\x1b\[[\d;]*m", text)
 
 
 def test_the_estimate_grows_with_the_work(text_file):

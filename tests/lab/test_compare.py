@@ -14,7 +14,7 @@ from statistics import fmean, stdev
 
 import pytest
 import torch
-from lab_results import assert_refused
+from lab_results import assert_refused, contents
 from processes import wait_for
 
 from streamnorm import StreamingNorm
@@ -267,15 +267,17 @@ def test_what_is_missing_is_shown_as_missing_and_trained_again(copied, capsys):
     lost = next(run for run in whole.of(entry) if run.seed == 1)
     shutil.rmtree(copied / "runs" / lost.id)
     (copied / f"{NAME}.json").unlink()
+    before = contents(copied)
     assert main([*TINY, "--out", str(copied), "--no-train"]) == 0
     output = capsys.readouterr().out
+    assert contents(copied) == before
+    assert str(copied) not in output
     assert f"1 of 2 seeds @ {lost.rate:g}" in output
     assert "\n2x1: streaming" not in output
     assert "1x32: streaming" in output
     assert not (copied / "runs" / lost.id).exists()
     for run in whole.of(entry):
         shutil.rmtree(copied / "runs" / run.id, ignore_errors=True)
-    (copied / f"{NAME}.json").unlink()
     assert main([*TINY, "--out", str(copied), "--no-train"]) == 0
     assert "0 runs, no rate yet" in capsys.readouterr().out
     assert main([*TINY, "--out", str(copied)]) == 0
@@ -286,18 +288,26 @@ def test_what_is_missing_is_shown_as_missing_and_trained_again(copied, capsys):
 def test_the_file_alone_is_enough_and_runs_of_other_images_do_not_count(copied, capsys):
     shutil.rmtree(copied / "runs")
     whole = read(copied)
-    assert main([*TINY, "--out", str(copied), "--no-train"]) == 0
-    assert table(whole) in capsys.readouterr().out
+    (copied / f"{NAME}.md").unlink()
+    assert main([*TINY, "--out", str(copied), "--no-train", "--rewrite"]) == 0
+    output = capsys.readouterr().out
+    assert table(whole) in output
+    assert output.splitlines()[-2:] == [str(copied / f"{NAME}.{kind}") for kind in ("json", "md")]
+    assert (copied / f"{NAME}.md").read_text() == markdown(whole) + "\n"
+    assert read(copied) == whole
     other = [*TINY, "--out", str(copied), "--no-train"]
     other[other.index("64")] = "96"
     assert main(other) == 0
     assert "0 runs, no rate yet" in capsys.readouterr().out
 
 
-def test_the_page_is_filled_between_its_marks(copied, tmp_path):
+def test_the_page_is_filled_between_its_marks(copied, tmp_path, capsys):
     page = tmp_path / "page.md"
     page.write_text(f"before\n<!-- {NAME} -->\nold\n<!-- end of {NAME} -->\nafter\n", encoding="utf-8")
+    before = contents(copied)
     assert main([*TINY, "--out", str(copied), "--no-train", "--page", str(page)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == str(page)
+    assert contents(copied) == before
     expected = f"before\n<!-- {NAME} -->\n\n{markdown(read(copied))}\n\n<!-- end of {NAME} -->\nafter\n"
     assert page.read_text(encoding="utf-8") == expected
 

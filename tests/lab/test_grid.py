@@ -12,7 +12,7 @@ from statistics import fmean, median, stdev
 import pytest
 import torch
 import torch.nn.functional as F
-from lab_results import assert_refused
+from lab_results import assert_refused, contents
 
 from streamnorm import StreamingNorm
 from streamnorm.core.algorithm import FULL
@@ -48,6 +48,7 @@ WILD = 1e9  # a learning rate that nothing survives
 TINY = ["bench-online", "--net", "fully-connected", "--data", "digits", "--size", "32", "--seeds", "2"]
 TINY += ["--samples", "2", "--batches", "1,16", "--rates", f"0.01,{WILD}"]
 NAME = "online-fully-connected-digits"
+KINDS = ("json", "png", "svg")
 
 
 @pytest.fixture(scope="module")
@@ -232,16 +233,24 @@ def test_what_was_trained_is_not_trained_again(copied, capsys):
 
 
 def test_without_training_what_is_missing_is_shown_as_missing(copied, capsys):
+    """And nothing is written, unless that is asked for; every file that is written is told."""
     lost = read(copied).of("layer norm", 2, 1)[0]
     shutil.rmtree(copied / "runs" / lost.id)
+    before = contents(copied)
     assert main([*TINY, "--out", str(copied), "--no-train"]) == 0
     assert "48 of 48 runs" in capsys.readouterr().out  # the file tells of it
+    assert contents(copied) == before
     (copied / f"{NAME}.json").unlink()
+    before = contents(copied)
     assert main([*TINY, "--out", str(copied), "--no-train"]) == 0
     output = capsys.readouterr().out
     assert "47 of 48 runs" in output
     assert "3 of 4 runs" in output
-    assert not (copied / "runs" / lost.id).exists()
+    assert str(copied) not in output
+    assert contents(copied) == before
+    assert main([*TINY, "--out", str(copied), "--no-train", "--rewrite"]) == 0
+    assert set(capsys.readouterr().out.splitlines()[-3:]) == {str(copied / f"{NAME}.{kind}") for kind in KINDS}
+    assert contents(copied).keys() - before.keys() == {copied / f"{NAME}.json"}
     found = read(copied)
     assert found.cell("layer norm", 2, 1) is None
     assert [goal.open for goal in goals(found)] == [["2 x 1"]] * 2
@@ -254,15 +263,35 @@ def test_a_file_about_other_images_is_not_mixed_with_these(copied, capsys):
     assert read(copied).fingerprint == "other"
 
 
-def test_the_page_is_filled_between_its_marks(copied, tmp_path):
+def test_the_page_is_filled_between_its_marks(copied, tmp_path, capsys):
     page = tmp_path / "page.md"
     page.write_text(f"before\n<!-- {NAME} -->\nold\n<!-- end of {NAME} -->\nafter\n", encoding="utf-8")
+    before = contents(copied)
     assert main([*TINY, "--out", str(copied), "--no-train", "--page", str(page)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == str(page)
+    assert contents(copied) == before
     tables = markdown(read(copied))
     whole = f"before\n<!-- {NAME} -->\n\n{tables}\n\n<!-- end of {NAME} -->\nafter\n"
     assert page.read_text(encoding="utf-8") == whole
     fill(page, read(copied))  # again changes nothing
     assert page.read_text(encoding="utf-8") == whole
+
+
+def test_without_training_nothing_is_downloaded(copied, tmp_path, monkeypatch, capsys):
+    """Images that are not here are not needed where a file tells of runs, and are asked for where none does."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    command = ["bench-online", "--net", "fully-connected", "--samples", "1", "--no-train", "--out", str(copied)]
+    assert main(command) == 2
+    assert "no CIFAR-10 in" in (said := capsys.readouterr().err)
+    assert "nothing is to be downloaded: pass --data-dir FOLDER" in said
+    shutil.copy(RESULTS / "online-fully-connected.json", copied)
+    before = contents(copied)
+    assert main(command) == 0  # beside runs of other images
+    assert "240 of 240 runs" in capsys.readouterr().out
+    assert contents(copied) == before
+    assert not (tmp_path / "cache").exists()
+    assert main(["bench-online", "--rewrite", "--out", str(copied)]) == 2
+    assert "--rewrite is for --no-train" in capsys.readouterr().err
 
 
 def test_a_page_without_marks_is_refused_before_the_work(tmp_path, capsys):
@@ -464,7 +493,7 @@ def test_the_page_is_made_again_from_the_committed_files_alone(tmp_path):
     for each in found, replace(found, grid=replace(found.grid, seeds=1)):
         shutil.copy(RESULTS / f"{found.grid.file_name}.json", tmp_path)
         command = shlex.split(each.grid.command)[1:]
-        assert main([*command, "--no-train", "--out", str(tmp_path), "--page", str(page)]) == 0
+        assert main([*command, "--no-train", "--rewrite", "--out", str(tmp_path), "--page", str(page)]) == 0
         now = read_online(tmp_path / f"{found.grid.file_name}.json")
         assert now == replace(each, runs=[run for run in found.runs if run.seed < each.grid.seeds])
         assert (page.read_text(encoding="utf-8") == PAGE.read_text(encoding="utf-8")) == (each is found)

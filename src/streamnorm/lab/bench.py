@@ -5,17 +5,14 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from .data import Images
-from .errors import LabError
-from .experiment import Say, train_all
+from .experiment import Say, about_images, train_all
 from .grid import Grid
 from .jobs import HERE, Carrier, Loader
 from .online import Online, Trained, read_online
-from .results import Result
+from .results import Result, read_run
 from .runs import Run
 from .store import check_writable
 from .tasks import IMAGE_CHANCE
-from .train import is_done, train
 
 
 def run_grid(
@@ -29,39 +26,39 @@ def run_grid(
 ) -> Online:
     """The results of all runs of `grid`, written to `out`.
 
-    Without `training`, of those runs that are there, or that the file in `out` tells of. Where that file is all there
-    is, not even the data is needed.
+    Without `training`, of those runs that are there, or that the file in `out` tells of: nothing is written then, or
+    downloaded. Where that file is all there is, not even the data is needed.
     """
-    check_writable(out)
     path, root = out / f"{grid.file_name}.json", out / "runs"
-    before = read_online(path) if path.exists() and not training else None
-    if before is not None and not root.exists():
-        found = replace(before, grid=grid, runs=_rows(grid, before.fingerprint, {}, before.runs))
-    else:
-        found = _found(grid, before, Loader(data_folder), root, carrier if training else None, say)
+    if not training:
+        return _there(grid, read_online(path) if path.exists() else None, Loader(data_folder, offline=True), root, path)
+    check_writable(out)
+    load = Loader(data_folder)
+    names = {
+        run: f"{places[0].norm}, {run.samples} x {run.batches} at {rate:g}, seed {run.seed}"
+        for (run, rate), places in grid.runs().items()
+    }
+    note, fingerprint = about_images(next(iter(names)), load, None, path)
+    found = _online(grid, note, fingerprint, train_all(names, load, root, carrier, say), None)
     found.write(out)
     return found
 
 
-def _found(grid: Grid, before: Online | None, load: Loader, root: Path, carrier: Carrier | None, say: Say) -> Online:
-    """By runs trained by `carrier`; by those that are there, and `before`, where there are none."""
+def _there(grid: Grid, before: Online | None, load: Loader, root: Path, path: Path) -> Online:
+    """By the runs that are there, and by `before`, the results in the file `path`, where there are none."""
+    if before is not None and not root.exists():
+        return replace(before, grid=grid, runs=_rows(grid, before.fingerprint, {}, before.runs))
     unique = list(dict.fromkeys(run for run, _ in grid.runs()))
-    images = load(unique[0])
-    assert isinstance(images, Images)
-    if before is not None and before.fingerprint != images.fingerprint:
-        raise LabError(f"{grid.file_name}.json beside {root} is about other images: choose another --out, or move it")
-    if carrier is not None:
-        names = {
-            run: f"{places[0].norm}, {run.samples} x {run.batches} at {rate:g}, seed {run.seed}"
-            for (run, rate), places in grid.runs().items()
-        }
-        results = train_all(names, load, root, carrier, say)
-    else:  # `train` then reads them
-        results = {run: train(run, images, root) for run in unique if is_done(run, images, root)}
-    rows = _rows(grid, images.fingerprint, results, before.runs if before else [])
+    note, fingerprint = about_images(unique[0], load, before, path)
+    there = {run: read_run(root / run.address(fingerprint)) for run in unique}
+    return _online(grid, note, fingerprint, {run: result for run, result in there.items() if result}, before)
+
+
+def _online(grid: Grid, note: str, fingerprint: str, results: dict[Run, Result], before: Online | None) -> Online:
+    rows = _rows(grid, fingerprint, results, before.runs if before else [])
     versions = [*(before.versions if before else []), *(result["versions"] for result in results.values())]
     distinct = list({str(each): each for each in versions}.values())
-    return Online(grid, images.note, images.fingerprint, distinct, IMAGE_CHANCE, rows)
+    return Online(grid, note, fingerprint, distinct, IMAGE_CHANCE, rows)
 
 
 def _rows(grid: Grid, fingerprint: str, results: dict[Run, Result], told: Iterable[Trained]) -> list[Trained]:

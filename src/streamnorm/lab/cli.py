@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__
-from . import commands
 from .compare import NETS as COMPARED
 from .compare import NORMS, SIZES, Plan, Size, size_name
 from .errors import LabError
@@ -16,6 +15,7 @@ from .figures import FIGURES
 from .grid import BATCHES, NETS, SAMPLES, SEEDS, SIZE
 from .runs import DEFAULT_DEVICE, IMAGES
 from .scales import SCALES
+from .starting import stoppable
 from .variations import SETTINGS, read_variation
 
 DESCRIPTION = """The experiments of "Streaming Normalization" (Liao, Kawaguchi, Poggio 2016), one command each."""
@@ -170,7 +170,7 @@ def bench_online(commands: Any, raw: type[argparse.HelpFormatter]) -> None:
     bench.add_argument("--size", type=count, default=SIZE, metavar="N", help=f"samples seen in a run (default: {SIZE})")
     bench.add_argument("--seeds", type=count, default=SEEDS, metavar="N", help=f"runs at each rate (default: {SEEDS})")
     bench.add_argument("--data", choices=IMAGES, default="cifar10", help="(default: cifar10)")
-    bench.add_argument("--no-train", action="store_true", help="train nothing: show the runs that are there already")
+    without_training(bench)
     page(bench)
     training(bench)
 
@@ -189,7 +189,7 @@ def compare(commands: Any, raw: type[argparse.HelpFormatter]) -> None:
     command.add_argument("--seeds", type=count, default=SEEDS, metavar="N", help=f"runs at a rate (default: {SEEDS})")
     command.add_argument("--size", type=count, metavar="N", help="training images at most (default: 6,000 or 8,000)")
     command.add_argument("--data", choices=IMAGES, default="cifar10", help="(default: cifar10)")
-    command.add_argument("--no-train", action="store_true", help="train nothing: show the runs that are there already")
+    without_training(command)
     page(command)
     training(command)
 
@@ -204,6 +204,16 @@ def training(command: argparse.ArgumentParser) -> None:
     where.add_argument("--cluster", metavar="ADDRESS", help="of a Dask scheduler, whose workers train them")
     device(command, "train")
     out(command)
+
+
+def without_training(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--no-train", action="store_true",
+        help="train nothing: show the runs that are there already; nothing is downloaded, or written but a --page",
+    )  # fmt: skip
+    command.add_argument(
+        "--rewrite", action="store_true", help="with --no-train: write the files in --out again, from what is there"
+    )
 
 
 def device(command: argparse.ArgumentParser, what: str) -> None:
@@ -226,6 +236,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else list(arguments)
     chosen = parser().parse_args(given)
     try:
+        with stoppable():
+            from . import commands  # not for --help
         if chosen.command == "list":
             commands.list_figures()
         elif chosen.command == "check":
@@ -261,6 +273,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 device=chosen.device,
                 out=chosen.out,
                 training=not chosen.no_train,
+                rewriting=chosen.rewrite,
                 page=chosen.page,
             )
         elif chosen.command == "compare":
@@ -274,6 +287,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 cluster=chosen.cluster,
                 out=chosen.out,
                 training=not chosen.no_train,
+                rewriting=chosen.rewrite,
                 page=chosen.page,
             )
         else:

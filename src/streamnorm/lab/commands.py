@@ -77,7 +77,7 @@ def run(
             )
             print(table(results))
             print(verdicts(judge(results)))
-            for path in draw(results, out):
+            for path in (out / f"{results.file_name}.json", *draw(results, out)):
                 print(path)
 
 
@@ -95,18 +95,24 @@ def bench_online(
     device: str,
     out: Path,
     training: bool,
+    rewriting: bool,
     page: Path | None,
 ) -> None:
-    """Measure online learning, and show what came out: a table, the goals, a drawing, and a page of tables."""
+    """Measure online learning, and show what came out: a table, the goals, a drawing, and a page of tables.
+
+    Without `training` nothing is written but the page, unless `rewriting`.
+    """
     size = min(size, IMAGES[data])
     grids = [Grid(net, samples, batches, _rates(net, rates), seeds, size, data, device) for net in dict.fromkeys(nets)]
     _check_folder(data_folder)
     if page is not None:
         for grid in grids:
             cells.with_tables(page, grid.file_name, "")  # a page without marks: said before the work too
+    writing = _is_written(training, rewriting)
     with stoppable():
-        with style():
-            pass
+        if writing:
+            with style():
+                pass
         from .bench import run_grid
     if training:
         _check_device(device)
@@ -115,9 +121,13 @@ def bench_online(
             found = run_grid(grid, out, data_folder=data_folder, carrier=carrier, training=training)
             print(cells.table(found))
             print(cells.verdicts(found))
+            if rewriting:
+                found.write(out)
+            written = [out / f"{grid.file_name}.json", *draw_grid(found, out)] if writing else []
             if page is not None:
                 cells.fill(page, found)
-            for path in [out / f"{grid.file_name}.json", *draw_grid(found, out)]:
+                written.append(page)
+            for path in written:
                 print(path)
 
 
@@ -128,9 +138,11 @@ def compare(
     cluster: str | None,
     out: Path,
     training: bool,
+    rewriting: bool,
     page: Path | None,
 ) -> None:
-    """Compare norms, and show what came out: tables, and where ours is behind."""
+    """Compare norms, and show what came out: tables, and where ours is behind. What is written: see `bench_online`."""
+    writing = _is_written(training, rewriting)
     for plan in plans:
         if not plan.rows:
             raise LabError(f"--norms has none that {plan.net} can have: there are {', '.join(norms_of(plan.net))}")
@@ -151,11 +163,15 @@ def compare(
     for found in compared:
         print(contest.table(found))
         print(contest.sentences(found))
-        fragment = out / f"{found.plan.file_name}.md"
-        write_text(fragment, contest.markdown(found) + "\n")
+        if rewriting:
+            found.write(out)
+        written = [out / f"{found.plan.file_name}.{kind}" for kind in ("json", "md")] if writing else []
+        if writing:
+            write_text(written[-1], contest.markdown(found) + "\n")
         if page is not None:
             write_text(page, cells.with_tables(page, found.plan.file_name, contest.markdown(found)))
-        for path in (out / f"{found.plan.file_name}.json", fragment):
+            written.append(page)
+        for path in written:
             print(path)
 
 
@@ -164,6 +180,13 @@ def check(device: str, times: bool, rounds: int, compiling: float, out: Path | N
     with stoppable():
         from .check.run import check as check_all
     return check_all(device, times=times, rounds=rounds, compiling=compiling, out=out)
+
+
+def _is_written(training: bool, rewriting: bool) -> bool:
+    """Whether files in --out are written."""
+    if training and rewriting:
+        raise LabError("--rewrite is for --no-train: a command that trains writes its files anyway")
+    return training or rewriting
 
 
 def _rates(net: str, wanted: int | tuple[float, ...] | None) -> tuple[float, ...]:

@@ -7,9 +7,7 @@ from pathlib import Path
 
 from .compare import RUNGS, Entry, Plan, Stage, rate_of, stages
 from .compared import Compared, Scored, named, read_compared
-from .data import Images
-from .errors import LabError
-from .experiment import Say, train_all
+from .experiment import Say, about_images, train_all
 from .jobs import HERE, Carrier, Loader
 from .results import Result, read_run
 from .runs import Run
@@ -28,23 +26,24 @@ def compare(
 ) -> list[Compared]:
     """The results of all plans, one for each net, written to `out`.
 
-    Without `training`, of those runs that are there, or that the files in `out` tell of. Where those files are all
-    there is, not even the data is needed.
+    Without `training`, of those runs that are there, or that the files in `out` tell of: nothing is written then, or
+    downloaded. Where those files are all there is, not even the data is needed.
     """
-    check_writable(out)
+    if training:
+        check_writable(out)
     root = out / "runs"
     told = [_told(plan, out) for plan in plans]
-    load = Loader(data_folder)
+    load = Loader(data_folder, offline=not training)
     found: list[Compared] = []
     for plan, before in zip(plans, told, strict=True):
         if not training and not root.exists() and before is not None:
             found.append(before)
         else:
-            found.append(_begun(plan, before, load, root))
+            found.append(_begun(plan, before, load, root, out / f"{plan.file_name}.json"))
     if training:
         _train(found, load, root, carrier, out, say)
-    for each in found:
-        each.write(out)
+        for each in found:
+            each.write(out)
     return found
 
 
@@ -65,18 +64,16 @@ def _belongs(row: Scored, fingerprint: str, plan: Plan) -> bool:
     return plan.run(entry, RUNGS[row.rate], row.seed).address(fingerprint) == row.id
 
 
-def _begun(plan: Plan, before: Compared | None, load: Loader, root: Path) -> Compared:
-    """With the runs that are there."""
-    images = load(plan.run(Entry(plan.net, plan.rows[0], *plan.sizes[0]), 0, 0))
-    assert isinstance(images, Images)
-    if before is not None and before.fingerprint != images.fingerprint:
-        raise LabError(f"{plan.file_name}.json beside {root} is about other images: choose another --out, or move it")
-    found = before or Compared(plan, images.note, images.fingerprint, [], IMAGE_CHANCE, [])
+def _begun(plan: Plan, before: Compared | None, load: Loader, root: Path, path: Path) -> Compared:
+    """With the runs that are there. `before`: the results in the file `path`."""
+    first = plan.run(Entry(plan.net, plan.rows[0], *plan.sizes[0]), 0, 0)
+    note, fingerprint = about_images(first, load, before, path)
+    found = before or Compared(plan, note, fingerprint, [], IMAGE_CHANCE, [])
     for entry in plan.entries(plan.rows, plan.sizes):
         while new := [
             (entry, rung, result)
             for rung, seed in found.missing(entry, plan.seeds)
-            if (result := read_run(root / plan.run(entry, rung, seed).address(images.fingerprint))) is not None
+            if (result := read_run(root / plan.run(entry, rung, seed).address(fingerprint))) is not None
         ]:
             found = found.with_runs(new)
     return found

@@ -4,10 +4,12 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
 from .data import Images
+from .errors import DataError, LabError
 from .figures import Figure
 from .jobs import HERE, Carrier, Loader, run_all, seconds
 from .progress import Bar
@@ -73,6 +75,33 @@ def train_all(
         return dict(zip(runs, run_all(runs, load, root, carrier, bar), strict=True))
     finally:
         bar.close()
+
+
+class Told(Protocol):
+    """What a file of results tells of its images."""
+
+    @property
+    def note(self) -> str: ...
+
+    @property
+    def fingerprint(self) -> str: ...
+
+
+def about_images(run: Run, load: Loader, before: Told | None, path: Path) -> tuple[str, str]:
+    """Note and fingerprint of the images of a run, and of `before`, the results in the file `path`.
+
+    Those of `before` serve where the images would have to be downloaded, and may not.
+    """
+    try:
+        images = load(run)
+    except DataError:
+        if before is None or not load.offline:
+            raise
+        return before.note, before.fingerprint
+    assert isinstance(images, Images)
+    if before is not None and before.fingerprint != images.fingerprint:
+        raise LabError(f"{path} is about other images: choose another --out, or move it")
+    return images.note, images.fingerprint
 
 
 def _data_for(run: Run, data: Sequence[str]) -> str | None:

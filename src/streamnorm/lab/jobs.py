@@ -53,15 +53,22 @@ class Carrier(Protocol):
 
 
 class Loader:
-    """The data of runs, from `folder` if it is given; loaded once in each process that needs it."""
+    """The data of runs, from `folder` if it is given; loaded once in each process that needs it.
 
-    def __init__(self, folder: Path | None = None) -> None:
-        self.folder = folder
+    `offline`: images that would have to be downloaded are refused.
+    """
+
+    def __init__(self, folder: Path | None = None, offline: bool = False) -> None:
+        self.folder, self.offline = folder, offline
         self.loaded: dict[str, Images | Text] = {}
 
     def __call__(self, run: Run) -> Images | Text:
         if run.data not in self.loaded:
-            self.loaded[run.data] = (load_text if run.is_text else load_images)(run.data, self.folder)
+            self.loaded[run.data] = (
+                load_text(run.data, self.folder)
+                if run.is_text
+                else load_images(run.data, self.folder, offline=self.offline)
+            )
         return self.loaded[run.data]
 
 

@@ -1,5 +1,6 @@
 """The progress bar of many runs: share of the estimated time, updates per second, loss, time left."""
 
+import os
 import sys
 import time
 from importlib import import_module
@@ -49,5 +50,6 @@ def _tqdm(total: float) -> Any:
     except ImportError:
         print('no progress bar: pip install "streamnorm[lab]"', file=sys.stderr)
         return None
+    plain = {"colour": None} if os.environ.get("NO_COLOR") else {}  # tqdm has a variable of its own for colours
     layout = "{desc} {percentage:3.0f}%|{bar}| {elapsed} < {remaining} {postfix}"
-    return tqdm(total=total, bar_format=layout, desc="0 runs", dynamic_ncols=True)
+    return tqdm(total=total, bar_format=layout, desc="0 runs", dynamic_ncols=True, **plain)

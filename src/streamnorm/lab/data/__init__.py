@@ -58,18 +58,18 @@ class Text:
     fingerprint: str  # sha256 of the text in utf-8
 
 
-def load_images(name: str, folder: Path | None = None) -> Images:
+def load_images(name: str, folder: Path | None = None, *, offline: bool = False) -> Images:
     """The images called `name`, "cifar10" or "digits".
 
     CIFAR-10 is read from `folder`: either form its authors publish, as a folder or an archive. Without a folder it is
-    looked for in `cache_folder()` and downloaded into it if need be.
+    looked for in `cache_folder()` and downloaded into it if need be. `offline`: nothing is downloaded, nor kept there.
     """
     if name not in IMAGES:
         raise DataError(f"no images called {name!r}: there are {' and '.join(IMAGES)}")
     if name == "digits":
         return _digits()
     with _refusals():
-        return _cifar10(folder)
+        return _cifar10(folder, offline)
 
 
 def load_text(source: str, folder: Path | None = None) -> Text:
@@ -92,11 +92,13 @@ def _refusals() -> Iterator[None]:
         raise DataError(f"cannot read or write {place} ({reason}): allow it, or pass other data") from error
 
 
-def _cifar10(folder: Path | None) -> Images:
+def _cifar10(folder: Path | None, offline: bool) -> Images:
     found = cifar.find(cache_folder() if folder is None else folder)
     if found is None and folder is not None:
         looked_for = ", ".join([*cifar.FOLDERS, *cifar.ARCHIVES])
         raise DataError(f"no CIFAR-10 in {folder}: it must hold one of {looked_for}")
+    if found is None and offline:
+        raise DataError(f"no CIFAR-10 in {cache_folder()}, and nothing is to be downloaded: pass --data-dir FOLDER")
     if found is None:
         found = cache_folder() / cifar.ARCHIVES[0]
         try:
@@ -105,7 +107,7 @@ def _cifar10(folder: Path | None) -> Images:
             raise DataError(
                 f"{error}; fetch {cifar.ADDRESS} elsewhere and pass --data-dir FOLDER, or use --data digits"
             ) from error
-    records, fingerprint = cifar.load(found)  # (6, N, 3073)
+    records, fingerprint = cifar.load(found, keeping=not offline)  # (6, N, 3073)
     official = fingerprint == cifar.combined(cifar.OFFICIAL)
     images, labels = records[..., 1:].view(len(cifar.FILES), -1, 3, 32, 32), records[..., 0].long()
     return _images(

@@ -52,10 +52,13 @@ def find(place: Path) -> Path | None:
     return next((place / name for name in ARCHIVES if (place / name).is_file()), None)
 
 
-def load(place: Path) -> tuple[Tensor, str]:
-    """The records of a folder or archive that `find` gave, uint8 (6, RECORDS, RECORD), and their fingerprint."""
+def load(place: Path, *, keeping: bool = True) -> tuple[Tensor, str]:
+    """The records of a folder or archive that `find` gave, uint8 (6, RECORDS, RECORD), and their fingerprint.
+
+    `keeping`: those of an archive are kept in the cache folder for the next time.
+    """
     if place.is_file():
-        buffer, fingerprint = _of_archive(place)
+        buffer, fingerprint = _of_archive(place, keeping)
     else:
         buffer = _of_folder(place)
         fingerprint = fingerprint_of(buffer)
@@ -105,8 +108,8 @@ def _of_folder(folder: Path) -> bytearray:
     return buffer
 
 
-def _of_archive(archive: Path) -> tuple[bytearray | mmap.mmap, str]:
-    """The records of an archive, decoded at the first use and kept in the cache folder for the next."""
+def _of_archive(archive: Path, keeping: bool) -> tuple[bytearray | mmap.mmap, str]:
+    """The records of an archive, by the cache folder if they were kept there."""
     state = archive.stat()
     key = f"{archive.resolve()}\n{state.st_size}\n{state.st_mtime_ns}"
     cached = cache_folder() / f"cifar10-{hashlib.sha256(key.encode()).hexdigest()[:16]}.bin"
@@ -114,7 +117,8 @@ def _of_archive(archive: Path) -> tuple[bytearray | mmap.mmap, str]:
         return known
     buffer = _decoded(archive)
     fingerprint = fingerprint_of(buffer)
-    keep(cached, buffer, fingerprint.encode())
+    if keeping:
+        keep(cached, buffer, fingerprint.encode())
     return buffer, fingerprint
 
 
