@@ -245,6 +245,180 @@ def test_channels_first_layer_norms_know_their_dimensions():
     assert isinstance(streamnorm.to_batchnorm(model, report=None)[1], nn.BatchNorm2d)
 
 
+# Classes that are not known, and compute what torch's do
+
+
+class Fp32LayerNorm(nn.LayerNorm):
+    """As in many libraries."""
+
+    def forward(self, x):
+        return super().forward(x.float()).type_as(x)
+
+
+class Sequence1dLayerNorm(nn.LayerNorm):
+    """As SqueezeBERT's: (N, C, L) alone."""
+
+    def forward(self, x):
+        return super().forward(x.permute(0, 2, 1)).permute(0, 2, 1)
+
+
+class PlainLayerNorm(nn.Module):
+    """As Cohere's and DeBERTa's: no kin of torch's, no bias."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.weight, self.variance_epsilon = nn.Parameter(torch.ones(size)), 1e-3
+
+    def forward(self, hidden_states):
+        centred = hidden_states - hidden_states.mean(-1, keepdim=True)
+        return self.weight * centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + self.variance_epsilon)
+
+
+class DetLayerNorm(nn.Module):
+    """As ViTDet's: channels first, written out."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.weight, self.bias, self.eps = nn.Parameter(torch.ones(size)), nn.Parameter(torch.zeros(size)), 1e-6
+
+    def forward(self, x):
+        u = x.mean(1, keepdim=True)
+        s = (x - u).pow(2).mean(1, keepdim=True)
+        return self.weight[:, None, None] * (x - u) / torch.sqrt(s + self.eps) + self.bias[:, None, None]
+
+
+class BareLayerNorm(nn.Module):
+    """As OLMo's: no parameters at all."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.normalized_shape, self.eps = (size,), 1e-5
+
+    def forward(self, x):
+        return F.layer_norm(x, self.normalized_shape, None, None, self.eps)
+
+
+class GroupNorm32(nn.GroupNorm):
+    def __init__(self, size):
+        super().__init__(2, size)
+
+    def forward(self, x):
+        return super().forward(x.float()).type(x.dtype)
+
+
+class Fp32BatchNorm2d(nn.BatchNorm2d):
+    def forward(self, x):
+        return super().forward(x.float()).to(x.dtype)
+
+
+@pytest.mark.parametrize(
+    ("make", "channel_dim", "shape", "sample"),
+    [
+        (Fp32LayerNorm, -1, (2, 5, 6), "SP5"),
+        (functools.partial(Fp32LayerNorm, elementwise_affine=False), -1, (2, 5, 6), "SP5"),
+        (functools.partial(Fp32LayerNorm, bias=False), -1, (2, 6), "SP5"),
+        (Sequence1dLayerNorm, 1, (2, 6, 5), "SP5"),
+        (PlainLayerNorm, -1, (2, 5, 6), "SP5"),
+        (DetLayerNorm, 1, (2, 6, 3, 4), "SP5"),
+        (BareLayerNorm, -1, (2, 5, 6), "SP5"),
+        (GroupNorm32, 1, (2, 6, 4), None),
+        (Fp32BatchNorm2d, 1, (4, 6, 3, 4), None),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_class_that_computes_what_torch_does_is_tried_out(make, channel_dim, shape, sample, dtype):
+    old = shaken(make(6)).to(dtype)
+    before, parameters, generator = copy.deepcopy(old.state_dict()), dict(old.named_parameters()), torch.get_rng_state()
+    said, x = [], torch.randn(shape).to(dtype)
+    torch.set_rng_state(generator)
+    new = convert(nn.Sequential(old), report=said.append)[0]
+    assert (type(new), new.channel_dim) == (StreamingNorm, channel_dim)
+    assert "tried out on a few numbers" in table(said)["0"]
+    assert dict(new.named_parameters()) == parameters
+    assert all(torch.equal(value, before[name]) for name, value in old.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert new(x).isfinite().all()
+    if dtype == torch.float32 and sample is not None:
+        assert torch.allclose(quiet(nn.Sequential(old), SampleNorm, ref=sample)(x), old(x), atol=1e-5)
+    elif dtype == torch.float32 and old._buffers:
+        assert torch.allclose(quiet(nn.Sequential(old)).eval()(x), old.eval()(x), atol=1e-5)
+
+
+class OffsetNorm(PlainLayerNorm):
+    def forward(self, x):
+        return super().forward(x) + super().forward(x) / self.weight
+
+
+class SquareNorm(PlainLayerNorm):
+    """With the gain that it has, the same."""
+
+    def forward(self, x):
+        return super().forward(x) * self.weight
+
+
+class OtherEpsNorm(nn.LayerNorm):
+    def forward(self, x):
+        return F.layer_norm(x, self.normalized_shape, self.weight, self.bias, 1e-2)
+
+
+class MixedNorm(nn.LayerNorm):
+    """As that of segmentation_models_pytorch: where channels are depends on the number of dimensions."""
+
+    def forward(self, x):
+        return super().forward(x.movedim(1, -1)).movedim(-1, 1) if x.ndim == 4 else super().forward(x)
+
+
+class DroppingNorm(nn.LayerNorm):
+    def forward(self, x):
+        return F.dropout(super().forward(x), 0.5, self.training)
+
+
+class MaskedNorm(nn.GroupNorm):
+    def __init__(self, size):
+        super().__init__(2, size)
+
+    def forward(self, x, mask=None):
+        return super().forward(x)
+
+
+class LateBatchNorm(nn.BatchNorm2d):
+    """The same results, other running statistics."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        if self.training:
+            self.running_mean.mul_(0.5)
+        return y
+
+
+class ByNumberBatchNorm(nn.BatchNorm1d):
+    def forward(self, x):
+        return super().forward(x) if x.ndim == 2 else x
+
+
+@pytest.mark.parametrize(
+    "make",
+    [OffsetNorm, SquareNorm, OtherEpsNorm, MixedNorm, DroppingNorm, MaskedNorm, LateBatchNorm, ByNumberBatchNorm],
+)
+def test_a_class_that_computes_something_else_is_left(make):
+    model, said = nn.Sequential(make(6)), []
+    before = copy.deepcopy(model.state_dict())
+    convert(model, report=said.append)
+    assert type(model[0]) is make
+    assert "left alone" in table(said)["0"]
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_an_rms_norm_by_another_name():
+    """As that of ImageGPT, whose class is called a layer norm."""
+    named = type("ImageLayerNorm", (nn.Module,), {"forward": LlamaRMSNorm.forward})
+    norm = named()
+    norm.weight, norm.variance_epsilon = nn.Parameter(torch.ones(6)), 1e-6
+    said = []
+    convert(nn.Sequential(norm), report=said.append)
+    assert "it subtracts no mean" in table(said)["0"]
+
+
 # What is left, and what is told of it
 
 

@@ -6,6 +6,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from ..core.config import is_number
 from .making import Make
 from .reporting import Reason
 
@@ -102,7 +103,7 @@ def with_act(rule: Factory) -> Factory:
 
     def made(old: Any, make: Make) -> Any:
         new = rule(old, make)
-        drop, act = getattr(old, "drop", None), getattr(old, "act", None)
+        drop, act = getattr(old, "drop", None), getattr(old, "act", getattr(old, "activation", None))
         if not isinstance(new, nn.Module):
             return new
         return NormAct(new, nn.Identity() if drop is None else drop, nn.Identity() if act is None else act)
@@ -125,11 +126,25 @@ def rms(old: Any, make: Make) -> nn.Module | Reason:
     weight = old._parameters.get("weight")
     if weight is None or weight.ndim != 1:
         return Reason("an RMS norm without a gain per channel, so its size is not known")
-    eps = next((value for name in ("eps", "variance_epsilon") if (value := getattr(old, name, None)) is not None), None)
+    eps = eps_of(old)
     eps = torch.finfo(weight.dtype).eps if eps is None else eps
     if not weight.is_meta and not _scales_by_rms(old, weight, eps):
         return Reason("it computes something else than x / sqrt(average x^2 + eps) * weight")
     return make(len(weight), eps=eps, weight=weight, channel_dim=-1, center="zero")
+
+
+def eps_of(old: nn.Module) -> float | None:
+    """By the names that libraries have for it."""
+    values: list[Any] = [getattr(old, name, None) for name in ("eps", "variance_epsilon", "epsilon")]
+    return next((float(value) for value in values if is_number(value)), None)
+
+
+def is_rms(old: nn.Module) -> bool:
+    """Whether a norm of an unknown class is an RMS norm, by what it computes."""
+    weight, eps = old._parameters.get("weight"), eps_of(old)
+    if weight is None or weight.ndim != 1 or weight.is_meta or eps is None or set(old._parameters) != {"weight"}:
+        return False
+    return _scales_by_rms(old, weight, eps)
 
 
 @torch.no_grad()
@@ -167,11 +182,24 @@ DATA_FORMAT = """
     ConvNext ConvNextV2 DINOv3ConvNext Sam Sam2 Sam2Video Sam3Tracker Sam3TrackerVideo SamHQ EdgeTam EdgeTamVideo SegGpt
     GotOcr2 SLANeXt PPFormulaNet DeepseekVLHybrid DeepseekOcr2Sam UnlimitedOcrSam LwDetr RfDetr
 """
+# Torch's own, by what computes, so that classes that only rename them are served.
+BY_FORWARD: dict[Any, Factory] = {
+    nn.BatchNorm1d.forward: batch_norm,
+    nn.SyncBatchNorm.forward: batch_norm,
+    nn.InstanceNorm1d.forward: batch_norm,
+    nn.LayerNorm.forward: layer_norm,
+    nn.GroupNorm.forward: group_norm,
+}
 LIBRARIES: dict[str, dict[str, Factory]] = {
     "timm": TIMM,
     "torchvision": {"LayerNorm2d": channels_first},
-    "transformers": {f"{name}LayerNorm": by_data_format for name in DATA_FORMAT.split()},
+    "transformers": {f"{name}LayerNorm": by_data_format for name in DATA_FORMAT.split()}
+    | {"BitGroupNormActivation": with_act(group_norm)},
 }
+NO_MEAN = Reason(
+    "it subtracts no mean, so it is no kin of a streaming norm",
+    'on request, rules={cls: streamnorm.convert.rms} makes a norm with center="zero" of it',
+)
 FROZEN = ("FrozenBatchNorm2d", "FrozenBatchNormAct2d")
 # RMS norms by another name.
 T5 = "T5 MT5 UMT5 LongT5 SwitchTransformers Pix2Struct Pop2Piano Udop"
@@ -191,9 +219,4 @@ def known_reason(kind: type) -> Reason | None:
             "it is frozen, a constant scale and shift",
             "trains at any batch size as it is; the page on converting has a rule that thaws it",
         )
-    if any("rmsnorm" in name.lower() or name in RMS for name in names):
-        return Reason(
-            "it subtracts no mean, so it is no kin of a streaming norm",
-            'on request, rules={cls: streamnorm.convert.rms} makes a norm with center="zero" of it',
-        )
-    return None
+    return NO_MEAN if any("rmsnorm" in name.lower() or name in RMS for name in names) else None

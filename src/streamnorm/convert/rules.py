@@ -8,22 +8,15 @@ from torch import nn
 
 from ..engine.compat import torch_norm_base
 from ..nn.base import Norm
-from .known import Factory, batch_norm, group_norm, known_reason, known_rule, layer_norm
+from .known import BY_FORWARD, NO_MEAN, Factory, is_rms, known_reason, known_rule
 from .making import Make
 from .reporting import Reason
+from .trying import tried_rule
 
 Rules = Mapping[type[nn.Module], Factory]
 Given = TypeVar("Given", bound=Factory)
 
 NORMS = (torch_norm_base, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, Norm)
-# By what computes, so that classes that only rename them are served.
-BY_FORWARD: dict[Any, Factory] = {
-    nn.BatchNorm1d.forward: batch_norm,
-    nn.SyncBatchNorm.forward: batch_norm,
-    nn.InstanceNorm1d.forward: batch_norm,
-    nn.LayerNorm.forward: layer_norm,
-    nn.GroupNorm.forward: group_norm,
-}
 HOW = "rules={cls: factory} for this call, or streamnorm.convert.register(cls, factory)"
 COMPUTED = Reason(
     "its gain or bias is computed from other parameters (parametrized, pruned)", "make that permanent, then convert"
@@ -125,15 +118,21 @@ def rule_for(old: nn.Module, rules: Rules) -> Factory | Reason | None:
 def _torch_rule(old: nn.Module) -> Factory | Reason:
     """For torch's own, and for classes that only rename them."""
     kind = type(old)
-    if not isinstance(old, NORMS):
-        return Reason("there is no rule for its class", HOW)
     if kind.forward not in BY_FORWARD:
-        return Reason("its class computes something else than torch's, by a forward of its own", HOW)
+        return tried_rule(old) or _why_unknown(old)
     if kind.train is not nn.Module.train:
         return Reason("its class decides by itself when it trains, by a train() of its own", HOW)
     if old._modules or set(old._parameters) - {"weight", "bias"}:
         return COMPUTED
     return BY_FORWARD[kind.forward]
+
+
+def _why_unknown(old: nn.Module) -> Reason:
+    if is_rms(old):
+        return NO_MEAN
+    if isinstance(old, NORMS):
+        return Reason("its class computes something else than torch's, by a forward of its own", HOW)
+    return Reason("there is no rule for its class", HOW)
 
 
 def applied(factory: Factory, old: nn.Module, make: Make) -> nn.Module | Reason:
