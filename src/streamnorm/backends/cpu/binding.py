@@ -26,7 +26,7 @@ from ..memory import has_memory, is_plain
 _native: Any
 try:
     _native = import_module("._native", __package__)
-except ImportError:  # no compiler when the package was installed
+except ImportError:  # no compiler when the package was installed, or a wheel without them
     _native = None
 
 VARIANTS = ("avx2", "baseline")
@@ -74,7 +74,7 @@ def missing() -> str | None:
         return None
     if mismatch:
         return "the C++ kernels were built from another version of streamnorm: run pip install again"
-    return "the C++ kernels are not built: there was no compiler when streamnorm was installed"
+    return "the C++ kernels are not built: there was no gcc or clang when streamnorm was installed"
 
 
 def details() -> str:
