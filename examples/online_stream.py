@@ -41,6 +41,7 @@ NORMS = {
 }
 RAW, FIRST, SCALED = "raw", "raw, normed first", "standardized"  # what a model is given
 HIDDEN = 64
+LAYOUT = {"squeeze": False, "sharey": "row", "layout": "constrained"}
 WINDOW, NEXT, CLOSE = 200, 100, 5.0  # back: the NEXT samples are within CLOSE points of the WINDOW before the change
 
 
@@ -233,27 +234,42 @@ def filled(text, results):
 
 
 def draw(results, path):
+    """A row for each stream, a column for each way that the input is given; river's models are in all of them."""
     matplotlib.use("Agg")
     matplotlib.rcParams["svg.hashsalt"] = "streams"  # the same file from the same results
+    matplotlib.rcParams["svg.fonttype"] = "none"  # text stays text
     from matplotlib import pyplot
 
-    streams, looks, colors = results["streams"], {"": ":", RAW: ":", FIRST: "-", SCALED: "--"}, {}
-    size = (8, 3 * len(streams) + 1.5)
-    figure, panels = pyplot.subplots(len(streams), squeeze=False, figsize=size, layout="constrained")
-    for panel, (name, stream) in zip(panels.flat, streams.items(), strict=True):
-        for each in stream["methods"]:
-            color = colors.setdefault(each["name"], f"C{len(colors)}")
-            label = f"{each['name']}, {each['given']}".strip(", ")
-            curve = [fmean(levels) for levels in zip(*(run["curve"] for run in each["runs"]), strict=True)]
-            panel.plot(places(stream["samples"]), curve, looks[each["given"]], color=color, label=label, lw=1.2)
-        if stream["changes"]:
-            panel.axvline(stream["samples"] // 2, color="black", lw=0.6)
-        panel.set(title=name, xlabel="samples", ylabel=f"accuracy, %, last {WINDOW}")
-        if not stream["classes"]:  # what diverges is off the chart
-            usual = median(run["score"] for each in stream["methods"] for run in each["runs"])
-            panel.set(ylabel=f"mean absolute error, last {WINDOW}", ylim=(0, 3 * usual))
-    figure.legend(*panels[0, 0].get_legend_handles_labels(), ncols=2, loc="outside lower center", fontsize="small")
+    streams, ways = results["streams"], (RAW, FIRST, SCALED)
+    names = list(dict.fromkeys(each["name"] for stream in streams.values() for each in stream["methods"]))
+    size = (11, 2.4 * len(streams) + 1)
+    figure, panels = pyplot.subplots(len(streams), len(ways), figsize=size, **LAYOUT)
+    for row, (name, stream) in zip(panels, streams.items(), strict=True):
+        for panel, way in zip(row, ways, strict=True):
+            draw_stream(panel, stream, way, names)
+            panel.set_title(f"{name}: {way}", fontsize="medium")
+        row[0].set_ylabel(f"accuracy, %, last {WINDOW}" if stream["classes"] else f"mean absolute error, last {WINDOW}")
+    for panel in panels[-1]:
+        panel.set_xlabel("samples")
+    drawn = {line.get_label(): line for panel in panels.flat for line in panel.lines if line.get_label() in names}
+    figure.legend(drawn.values(), drawn, ncols=3, loc="outside lower center", fontsize="small")
     figure.savefig(path, format="svg", metadata={"Date": None})
+
+
+def draw_stream(panel, stream, way, names):
+    """Methods that are given their input in this way. River's are dotted, whatever they are given."""
+    for each in stream["methods"]:
+        theirs = "river" in each["name"]
+        if each["given"] != way and not theirs:
+            continue
+        curve = [fmean(levels) for levels in zip(*(run["curve"] for run in each["runs"]), strict=True)]
+        look = {"color": f"C{names.index(each['name'])}", "linestyle": ":" if theirs else "-", "lw": 1.2}
+        panel.plot(places(stream["samples"]), curve, label=each["name"], **look)
+    if stream["changes"]:
+        panel.axvline(stream["samples"] // 2, color="black", lw=0.6)
+    if not stream["classes"]:  # what diverges is off the chart
+        usual = median(run["score"] for each in stream["methods"] for run in each["runs"])
+        panel.set_ylim(0, 3 * usual)
 
 
 def main():

@@ -45,6 +45,9 @@ VERSIONS = torch.__version__.split("+")[0], gymnasium.__version__
 HIDDEN = 32
 GAMMA, LAMBDA, RATE, KAPPA = 0.99, 0.8, 1.0, 2.0
 EXPLORE, LEAST = 0.2, 0.01  # epsilon falls from 1 to LEAST in this part of the steps
+MARKS = "os^DvP<>X"  # of lines in one panel
+BELOW = {"bbox_to_anchor": (0.5, -0.22), "fontsize": "x-small", "frameon": False}  # a legend under its panel
+LAYOUT = {"squeeze": False, "sharey": "row", "layout": "constrained"}
 POINTS = 25  # of a curve
 LAST = 5  # parts of the steps of which the last one is scored
 WORST = {"CartPole-v1": 0.0, "Acrobot-v1": -500.0}  # of a part in which no episode ends; others: not a number
@@ -285,25 +288,41 @@ def filled(text, results):
 
 
 def draw(results, path):
+    """A row for each environment, a column for each group of norms, with a legend of its own."""
     import matplotlib
 
     matplotlib.use("Agg")
     matplotlib.rcParams["svg.hashsalt"] = "reinforcement"  # the same file from the same results
+    matplotlib.rcParams["svg.fonttype"] = "none"  # text stays text
     from matplotlib import pyplot
 
-    worlds, looks = results["worlds"], {}
-    size = (8, 3 * len(worlds) + 2)
-    figure, panels = pyplot.subplots(len(worlds), squeeze=False, figsize=size, layout="constrained")
-    for panel, (name, world) in zip(panels.flat, worlds.items(), strict=True):
-        for arm, runs in world["arms"].items():
-            look = looks.setdefault(arm, (f"C{len(looks) % 10}", "-" if len(looks) < 10 else "--"))
-            levels = [fmean(several) for several in zip(*(each["curve"] for each in runs), strict=True)]
-            places = [world["steps"] * i / POINTS for i in range(1, POINTS + 1)]
-            panel.plot(places, levels, look[1], color=look[0], label=arm, lw=1.2)
-        panel.set(title=name, xlabel="steps", ylabel="return")
-    most = max(panels.flat, key=lambda panel: len(panel.lines))
-    figure.legend(*most.get_legend_handles_labels(), ncols=2, loc="outside lower center", fontsize="small")
+    worlds = results["worlds"]
+    groups = grouped(dict.fromkeys(arm for world in worlds.values() for arm in world["arms"]))
+    size = (11, 2.6 * len(worlds) + 1.6)
+    figure, panels = pyplot.subplots(len(worlds), len(groups), figsize=size, **LAYOUT)
+    for row, (name, world) in zip(panels, worlds.items(), strict=True):
+        places = [world["steps"] * i / POINTS for i in range(1, POINTS + 1)]
+        for panel, arms in zip(row, groups, strict=True):
+            for i, arm in enumerate(arms):
+                curves = [each["curve"] for each in world["arms"].get(arm, ())]
+                levels = [fmean(several) for several in zip(*curves, strict=True)]
+                if levels:
+                    panel.plot(places, levels, color=f"C{i}", label=arm, lw=1.2, marker=MARKS[i], ms=3)
+            panel.set_title(name, fontsize="medium")
+        row[0].set_ylabel("return")
+    for panels_of_group in panels.T:
+        most = max(panels_of_group, key=lambda panel: len(panel.lines))
+        panels_of_group[-1].set_xlabel("steps")
+        panels_of_group[-1].legend(*most.get_legend_handles_labels(), loc="upper center", **BELOW)
     figure.savefig(path, format="svg", metadata={"Date": None})
+
+
+def grouped(arms):
+    """Those beside which a streaming norm is measured; streaming norms with H2; all others. Groups that there are."""
+    around = [arm for arm in arms if "layer norm" in arm or "no norm" in arm or "state alone" in arm]
+    rest = [arm for arm in arms if arm not in around]
+    without = [arm for arm in rest if "(0, 0, 0)" in arm or "pass" in arm or "H2" in arm]
+    return [group for group in (around, [arm for arm in rest if arm not in without], without) if group]
 
 
 def main():

@@ -53,7 +53,7 @@ VIEW = [
     {"__init__", "lines", "looks", "page", "cells", "contest", "endings"},
     {"matrix", "findings"},
     {"plot"},
-    {"report", "panels"},
+    {"report", "panels", "versus"},
 ]
 CHECK = [{"__init__"}, {"agreement", "system", "times"}, {"sequences"}, {"cases"}, {"run"}]
 FLOORS = {"lab": LAB, "lab.check": CHECK, "lab.data": DATA, "lab.view": VIEW}
@@ -230,7 +230,7 @@ def test_the_library_needs_torch_alone():
 ROOT = Path(__file__).parent.parent
 SCRIPTS = [
     ROOT / "setup.py",
-    *(path for kind in ("tests", "benchmarks", "examples") for path in (ROOT / kind).rglob("*.py")),
+    *(path for kind in ("tests", "benchmarks", "examples", "tools") for path in (ROOT / kind).rglob("*.py")),
 ]
 POSIX_MODULES = {"fcntl", "grp", "posix", "pty", "pwd", "resource", "termios", "tty"}
 POSIX_NAMES = {"os.fork", "os.getuid", "os.geteuid", "os.killpg", "os.mkfifo", "os.setsid", "os.uname", "os.wait"}

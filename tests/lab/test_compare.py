@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections import Counter
 from dataclasses import replace
+from html import unescape
 from pathlib import Path
 from statistics import fmean, stdev
 
@@ -292,8 +293,8 @@ def test_the_file_alone_is_enough_and_runs_of_other_images_do_not_count(copied, 
     assert main([*TINY, "--out", str(copied), "--no-train", "--rewrite"]) == 0
     output = capsys.readouterr().out
     assert table(whole) in output
-    assert output.splitlines()[-2:] == [str(copied / f"{NAME}.{kind}") for kind in ("json", "md")]
-    assert (copied / f"{NAME}.md").read_text() == markdown(whole) + "\n"
+    assert output.splitlines()[-4:] == [str(copied / f"{NAME}.{kind}") for kind in ("json", "md", "png", "svg")]
+    assert (copied / f"{NAME}.md").read_text(encoding="utf-8") == markdown(whole) + "\n"
     assert read(copied) == whole
     other = [*TINY, "--out", str(copied), "--no-train"]
     other[other.index("64")] = "96"
@@ -439,3 +440,27 @@ def test_the_page_names_every_norm():
     page = PAGE.read_text(encoding="utf-8")
     assert all(f"| {norm} |" in page for norm in NORMS)
     assert {norm for net in NETS for norm in norms_of(net)} == set(NORMS)
+
+
+def test_the_drawing_has_a_line_for_each_norm_that_has_a_cell():
+    from streamnorm.lab.view.versus import build_compared
+
+    found = next(each for each in committed() if each.plan.net == "resnet-8")
+    drawing = build_compared(found)
+    shown = [text.get_text() for text in drawing.legends[0].get_texts()]
+    assert shown == found.plan.rows
+    small, full = drawing.axes
+    for axes, places in ((small, [(1, 1), (2, 1), (4, 1)]), (full, [(1, 32), (2, 16), (32, 1)])):
+        for norm, bars in zip(shown, axes.containers, strict=True):
+            cells = [found.cell(Entry(found.plan.net, norm, *size)).accuracy[0] for size in places]
+            assert bars.lines[0].get_ydata().tolist() == cells
+        assert len({bars.lines[0].get_linewidth() for bars in axes.containers}) == 1
+    without = replace(found, runs=[run for run in found.runs if run.norm != "MABN"])
+    assert "MABN" not in [text.get_text() for text in build_compared(without).legends[0].get_texts()]
+
+
+def test_the_committed_drawings_are_those_of_the_committed_results():
+    for found in committed():
+        drawn = (RESULTS / f"{found.plan.file_name}.svg").read_text(encoding="utf-8")
+        assert table(found) in unescape(drawn), "python tools/pictures.py draws it again"
+        assert (RESULTS / f"{found.plan.file_name}.png").exists()

@@ -22,6 +22,7 @@ from .view.endings import table, verdicts
 from .view.panels import draw_grid
 from .view.plot import draw, style
 from .view.report import write_report
+from .view.versus import draw_compared
 
 if TYPE_CHECKING:
     from .jobs import Carrier
@@ -168,6 +169,7 @@ def compare(
         written = [out / f"{found.plan.file_name}.{kind}" for kind in ("json", "md")] if writing else []
         if writing:
             write_text(written[-1], contest.markdown(found) + "\n")
+            written += draw_compared(found, out)
         if page is not None:
             write_text(page, cells.with_tables(page, found.plan.file_name, contest.markdown(found)))
             written.append(page)

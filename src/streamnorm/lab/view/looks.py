@@ -1,6 +1,7 @@
 """How curves look: the same method the same colour in every figure, and each told apart without colour as well.
 
-Colours differ in lightness, lines in their dashes, and every curve of a figure has its own marker.
+Colours differ in lightness, lines in their dashes, and every curve of a figure has its own marker. All are equally
+thick.
 """
 
 from collections.abc import Iterable
@@ -13,7 +14,6 @@ class Look:
     dashes: tuple[float, ...]  # on, off, on, off; empty: solid
     marker: str
     hollow: bool  # whether the marker is an outline
-    width: float
 
 
 SOLID: tuple[float, ...] = ()
@@ -48,11 +48,10 @@ def looks_of(labels: Iterable[str]) -> dict[str, Look]:
     others = iter(OTHERS * 10)
     for i, label in enumerate(labels):
         method, variant = parted(label)
-        main = label == "streaming"
-        dashes = VARIANTS.get(variant, SOLID if main else DASHES[i % len(DASHES)])
+        dashes = VARIANTS.get(variant, DASHES[i % len(DASHES)])
         colour = COLOURS.get(method) or next(others)
         shape, hollow = (i // 2, variant == "B") if variant in ("B", "S") else (i, i % 12 > 5)
-        found[label] = Look(colour, dashes, MARKERS[shape % 6], hollow, 1.8 if main else 1.5)
+        found[label] = Look(colour, dashes, MARKERS[shape % 6], hollow)
     return found
 
 

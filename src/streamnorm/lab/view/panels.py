@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 HEIGHT = 3.2  # inches, of the panels
 BLACK, GREY, ORANGE, BLUE, GREEN = "#000000", "#6f7f8f", "#d98200", "#0064b0", "#00936b"
 LOOKS = {
-    "none": Look(GREY, DOTTED, "v", True, 1.5),
-    "layer norm": Look(ORANGE, DASHED, "s", False, 1.5),
-    "group norm": Look(ORANGE, DASHED, "s", False, 1.5),
-    "batch norm": Look(BLUE, MIXED, "^", False, 1.5),
-    "streaming, guard=False": Look(BLACK, DOTTED, "o", True, 1.5),
-    "streaming": Look(BLACK, SOLID, "o", False, 1.8),
-    "streaming (.97, .03), guard=False": Look(GREEN, DOTTED, "D", True, 1.5),
-    "streaming (.97, .03)": Look(GREEN, SOLID, "D", False, 1.5),
+    "none": Look(GREY, DOTTED, "v", True),
+    "layer norm": Look(ORANGE, DASHED, "s", False),
+    "group norm": Look(ORANGE, DASHED, "s", False),
+    "batch norm": Look(BLUE, MIXED, "^", False),
+    "streaming, guard=False": Look(BLACK, DOTTED, "o", True),
+    "streaming": Look(BLACK, SOLID, "o", False),
+    "streaming (.97, .03), guard=False": Look(GREEN, DOTTED, "D", True),
+    "streaming (.97, .03)": Look(GREEN, SOLID, "D", False),
 }
 
 
@@ -60,13 +60,18 @@ def build_grid(results: Online) -> "Drawing":
             axes.set_title(f"{batches} batch{'es' * (batches > 1)} per update", fontsize=10)
             axes.set_xlabel("samples per batch")
         panels[0].set_ylabel("accuracy (%)")
-        lines = [Line(norm, "", True, [0.0], [], [], []) for norm in norms]
+        lines = [Line(norm, "", True, [0.0], [], [], []) for norm in norms if is_drawn(results, norm)]
         note = f"at the best of {len(grid.rates)} learning rates; bars: ± one standard error; thin line: guessing"
         height = explain(drawing, lines, LOOKS, note)
         drawing.set_size_inches(WIDTH, HEIGHT + height)
         title = f"Online learning, {grid.net}: {grid.size:,} samples of {grid.data}"
         drawing.suptitle(title, fontsize=11, fontweight="bold")
         return drawing
+
+
+def is_drawn(results: Online, norm: str) -> bool:
+    grid = results.grid
+    return any(results.cell(norm, size, batches) for size in grid.samples for batches in grid.batches)
 
 
 def draw_norm(axes: "Axes", results: Online, norm: str, batches: int) -> None:

@@ -4,6 +4,7 @@ import io
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 from ..errors import MissingExtra
@@ -49,10 +50,10 @@ def render(results: FigureResults, kind: str) -> bytes:
         return file_of(build(results), kind)
 
 
-def file_of(drawing: "Drawing", kind: str) -> bytes:
+def file_of(drawing: "Drawing", kind: str, description: str | None = None) -> bytes:
     """A drawing as the contents of a file, without the time it was made."""
     file = io.BytesIO()
-    metadata = {"Date": None} if kind == "svg" else {"Software": None}
+    metadata = {"Description": description, "Date" if kind == "svg" else "Software": None}
     drawing.savefig(file, format=kind, dpi=150, metadata=metadata)
     return file.getvalue()
 
@@ -122,13 +123,13 @@ def drawn(look: Look) -> dict[str, Any]:
     return {
         "color": look.colour,
         "linestyle": (0, look.dashes) if look.dashes else "-",
-        "linewidth": look.width,
+        "linewidth": 1.5,
         "marker": look.marker,
         "markersize": 5.5,
         "markerfacecolor": "white" if look.hollow else look.colour,
         "markeredgecolor": look.colour if look.hollow else "white",
         "markeredgewidth": 1.1 if look.hollow else 0.7,
-        "zorder": 2 + look.width,
+        "zorder": 3,
     }
 
 
@@ -160,23 +161,23 @@ def enlarge(axes: "Axes", region: tuple[float, ...] | None) -> None:
 
 
 def explain(drawing: "Drawing", lines: Sequence[Line], looks: dict[str, Look], title: str) -> float:
-    """The legend, below the panels where it hides nothing; the height it takes."""
+    """The legend of what is drawn, below the panels where it hides nothing, and in words what is not; its height."""
     from matplotlib.lines import Line2D
 
-    cross = {"linestyle": "none", "marker": "x", "color": "0.35"}  # where there is no line
-    handles = [Line2D([], [], **drawn(looks[line.label]) if line.x else cross) for line in lines]
-    columns = max(1, min(6, len(lines), 105 // (9 + max((len(line.text) for line in lines), default=0))))
+    shown, others = [line for line in lines if line.x], [line.text for line in lines if not line.x]
+    words = [title, *wrap(f"not drawn: {'; '.join(others)}", 130)] if others else [title]
+    columns = max(1, min(6, len(shown), 105 // (9 + max((len(line.text) for line in shown), default=0))))
     drawing.legend(
-        handles,
-        [line.text for line in lines],
+        [Line2D([], [], **drawn(looks[line.label])) for line in shown],
+        [line.text for line in shown],
         loc="outside lower center",
         ncols=columns,
-        title=title,
+        title="\n".join(words),
         title_fontsize=8,
         frameon=False,
         handlelength=3.4,
     )
-    return 0.45 + 0.19 * -(-len(lines) // columns)
+    return 0.3 + 0.15 * len(words) + 0.19 * -(-len(shown) // columns)
 
 
 def note(results: FigureResults) -> str:
