@@ -1,13 +1,13 @@
-"""The figures of the benchmark: ratios with quartiles and targets, and growth with size.
+"""The figures of the benchmark: the cases in short, ratios with quartiles and targets, and growth with size.
 
 python benchmarks/plot.py benchmarks/results     draws results.json again
 """
 
 import json
+import re
 import sys
 from pathlib import Path
 
-import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
@@ -23,21 +23,77 @@ TITLES = {
     "growth/timesteps": ("timesteps, GRU of 100 units, batch 32", "timesteps"),
     "growth/reference": ("reference, input (16, 32, 16, 16)", "code"),
 }
+# The cases that a reader asks for first, in words.
+HEADLINES = {
+    ("layers/32x64x32x32", "nn.BatchNorm2d"): "layer on 32 images, beside nn.BatchNorm2d",
+    ("layers/32x64x32x32", "nn.GroupNorm"): "layer on 32 images, beside nn.GroupNorm",
+    ("layers/1x64x32x32", "nn.BatchNorm2d"): "layer on one image, beside nn.BatchNorm2d",
+    ("layers/1x64x32x32", "nn.GroupNorm"): "layer on one image, beside nn.GroupNorm",
+    ("layers/1x512", "nn.LayerNorm"): "layer on one vector, beside nn.LayerNorm",
+    ("net_b/batch32", "nn.BatchNorm2d"): "training step of a residual net, beside nn.BatchNorm2d",
+    ("compiled/net_b", "nn.BatchNorm2d, compiled"): "the same, both compiled",
+    ("net_a/batch1", "nn.LayerNorm"): "training step of dense layers on one sample, beside nn.LayerNorm",
+    ("recurrent/GRU", "torch.nn.GRU"): "GRU with norms, beside torch.nn.GRU without",
+    ("recurrent/LSTM", "torch.nn.LSTM"): "LSTM with norms, beside torch.nn.LSTM without",
+}
+# The rest, by the first figure whose cases they are of: none is longer than a page.
+FIGURES = {
+    "images": r"layers/\d+x\d+x\d+x\d+(-p|-center|$)|kernels/",
+    "formats": r"layers/.*(channels_last|bfloat16)",
+    "recurrent": r"recurrent/",
+    "networks": r"",
+}
 
 
 def draw(results, out):
-    matplotlib.rcParams["svg.hashsalt"] = "streamnorm"  # equal results, equal files
     ratios = [row for row in results["rows"] if row["kind"] != "growth"]
     growth = [row for row in results["rows"] if row["kind"] == "growth"]
-    if ratios:
-        save(ratio_figure(ratios, results), out, "results")
+    headlines = [row for row in ratios if (row["case"], row["against"]) in HEADLINES]
+    if headlines:
+        save(headline_figure(headlines, results), out, "headline")
+    for name, rows in parted(ratios).items():
+        save(ratio_figure(rows, results), out, name)
     if growth:
         save(growth_figure(growth, results), out, "growth")
 
 
+def parted(rows):
+    """The rows of each figure, of those that have any."""
+    found = {name: [] for name in FIGURES}
+    for row in rows:
+        found[next(name for name, cases in FIGURES.items() if re.match(cases, row["case"]))].append(row)
+    return {name: each for name, each in found.items() if each}
+
+
+def headline_figure(rows, results):
+    """What it costs, in one look: a bar from 1 for each case, with the most threads that were measured."""
+    most = max(row["threads"] for row in rows)
+    shown = {(row["case"], row["against"]): row for row in rows if row["threads"] == most and row["median"] is not None}
+    names = [name for name in HEADLINES if name in shown]
+    figure = Figure(figsize=(8.5, 1.0 + 0.34 * len(names)), layout="constrained")
+    axes = figure.add_subplot()
+    for y, name in enumerate(reversed(names)):
+        value = shown[name]["median"]
+        color = "#0064b0" if value <= 1 else "#d98200"
+        axes.barh(y, value - 1, left=1, height=0.62, color=color)
+        words = {"va": "center", "ha": "right" if value < 1 else "left", "fontsize": 9}
+        axes.annotate(
+            f"{value:.2f}", (value, y), xytext=(-4 if value < 1 else 4, 0), textcoords="offset points", **words
+        )
+    axes.axvline(1, color="black", linewidth=0.8)
+    axes.set_xscale("log")
+    axes.set_xlim(min(0.3, axes.get_xlim()[0] / 1.15), max(2.2, axes.get_xlim()[1] * 1.15))
+    plain_numbers(axes.xaxis)
+    axes.set_yticks(range(len(names)), [HEADLINES[name] for name in reversed(names)], fontsize=9)
+    axes.tick_params(axis="y", length=0)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.set_xlabel(f"time, ours / theirs (log scale): left of 1 ours is faster; {most} threads", fontsize=9)
+    figure.suptitle(caption(results), fontsize=8)
+    return figure
+
+
 def save(figure, out, name):
-    figure.savefig(Path(out, f"{name}.png"), dpi=150)
-    figure.savefig(Path(out, f"{name}.svg"), metadata={"Date": None})
+    figure.savefig(Path(out, f"{name}.png"), dpi=150, metadata={"Software": None})
 
 
 def caption(results):
