@@ -110,6 +110,10 @@ def remove_weight_standardization(model: Model, *, report: Report = print) -> Mo
     To keep the standardized weights instead, use `fuse`, or
     `torch.nn.utils.parametrize.remove_parametrizations(layer, "weight", leave_parametrized=True)`.
 
+    Args:
+        model: any module.
+        report: gets a line for each layer.
+
     Example:
         >>> layer = weight_standardize(nn.Linear(4, 8), report=None)
         >>> remove_weight_standardization(layer)

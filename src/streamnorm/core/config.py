@@ -55,7 +55,7 @@ class Config(Statistic):
     """Everything that a streaming norm is told: which statistics it takes, and how it streams them.
 
     Args:
-        ref, p, center, eps: as in `Statistic`.
+        ref, p, center, eps: as in `StreamingNorm`.
         alpha: weights of `long` and `short` in s_hat.
         beta: weights of `long`, `short` and the present gradient in g_hat.
         kappa: weights of `long` and `short` in a fold of H1, then of H2; alpha for both if None.

@@ -17,7 +17,8 @@ class NormRef:
             the location itself.
 
     Example:
-        >>> NormRef(samples=True, channels="each", space="all") == CODES["BA1"]
+        >>> from streamnorm import StreamingNorm
+        >>> StreamingNorm(3).ref == NormRef(samples=True, channels="each", space="all")  # BA1
         True
         >>> NormRef(samples=False, channels="all", space=4)
         Traceback (most recent call last):

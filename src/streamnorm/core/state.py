@@ -42,22 +42,41 @@ class Stream:
 
 @dataclass(frozen=True)
 class State:
-    """Everything a streaming layer remembers. Of H1 are all but `grads` and `loss_scale`, which are of H2."""
+    """Everything a streaming layer remembers. Of H1 are all but `grads` and `loss_scale`, which are of H2.
+
+    Attributes:
+        stats: H1, the streams of mean and sigma: `long`, `short`, `count`, `empty`, `pending`.
+        grads: H2, the streams of their gradients, with the same parts.
+        mean, sigma: the latest s_hat.
+        seen: elements per statistic so far, for the warm start.
+        elements: elements per statistic since the last weight update; the timesteps of a sequence count once.
+        elements_before: those of the window before; 0 if there was none.
+        counted: those of all windows so far.
+        samples: samples since the last weight update.
+        eval_long: as `long` of H1, with a longer memory, for evaluation.
+        eval_mean, eval_sigma: what evaluation uses.
+        loss_scale: of the latest push into H2; 0 if there never was a scaler.
+
+    Example:
+        >>> from streamnorm.functional import new_state
+        >>> state = new_state(3)
+        >>> state.stats.long.shape, int(state.stats.count)
+        (torch.Size([2, 3]), 0)
+    """
 
     stats: Stream
     grads: Stream
-    mean: Tensor = field(metadata=_of(Kind.VECTOR))  # the latest s_hat
+    mean: Tensor = field(metadata=_of(Kind.VECTOR))
     sigma: Tensor = field(metadata=_of(Kind.VECTOR, 1))
-    seen: Tensor = field(metadata=_of(Kind.COUNTER))  # reference elements per statistic so far, for the warm start
-    # What windows hold, the timesteps of a sequence counted once.
-    elements: Tensor = field(metadata=_of(Kind.COUNTER))  # per statistic, since the last weight update
-    elements_before: Tensor = field(metadata=_of(Kind.COUNTER))  # in the window before; 0 if there was none
-    counted: Tensor = field(metadata=_of(Kind.COUNTER))  # in all windows so far
-    samples: Tensor = field(metadata=_of(Kind.COUNTER))  # since the last weight update
-    eval_long: Tensor = field(metadata=_of(Kind.PAIR))  # as `long` of H1, with a longer memory, for evaluation
-    eval_mean: Tensor = field(metadata=_of(Kind.VECTOR))  # what evaluation uses
+    seen: Tensor = field(metadata=_of(Kind.COUNTER))
+    elements: Tensor = field(metadata=_of(Kind.COUNTER))
+    elements_before: Tensor = field(metadata=_of(Kind.COUNTER))
+    counted: Tensor = field(metadata=_of(Kind.COUNTER))
+    samples: Tensor = field(metadata=_of(Kind.COUNTER))
+    eval_long: Tensor = field(metadata=_of(Kind.PAIR))
+    eval_mean: Tensor = field(metadata=_of(Kind.VECTOR))
     eval_sigma: Tensor = field(metadata=_of(Kind.VECTOR, 1))
-    loss_scale: Tensor = field(metadata=_of(Kind.NUMBER))  # of the latest push into H2; 0: never a scaler
+    loss_scale: Tensor = field(metadata=_of(Kind.NUMBER))
 
 
 STREAMS = ("stats", "grads")

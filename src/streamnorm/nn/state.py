@@ -66,8 +66,7 @@ class Stateful(Norm, Listener):
         tensors = stream.to_dict(self._state)
         if value.shape != tensors[name].shape:
             raise ValueError(f"{name} has shape {tuple(tensors[name].shape)}: it cannot be set to {tuple(value.shape)}")
-        wrong = self._fault(name, value)
-        if wrong:
+        if wrong := self._fault(name, value):
             raise ValueError(f"{name} {wrong}")
         value = value.detach().to(dtype=tensors[name].dtype, copy=True).contiguous()
         self._state = stream.from_dict(tensors | {name: value})
@@ -93,10 +92,12 @@ class Stateful(Norm, Listener):
 
     @property
     def mean(self) -> Tensor:
+        """The latest mean of s_hat, by which a training call has normalized."""
         return self._snapshot().mean
 
     @property
     def sigma(self) -> Tensor:
+        """The latest sigma of s_hat, by which a training call has normalized."""
         return self._snapshot().sigma
 
     def _used(self, state: State) -> tuple[Tensor, Tensor]:

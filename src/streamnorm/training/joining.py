@@ -18,11 +18,10 @@ class StreamJoin(Joinable):
     Args:
         optimizer: of layers with a `process_group`.
 
-    Example::
-
-        with Join([ddp_model, StreamJoin(optimizer)]):  # in this order
-            for batch in loader:  # of another length in each process
-                ...
+    Example:
+        >>> with Join([ddp_model, StreamJoin(optimizer)]):  # doctest: +SKIP
+        ...     for batch in loader:  # in this order; loaders may have another length in each process
+        ...         train(batch)
     """
 
     def __init__(self, optimizer: Any) -> None:

@@ -29,24 +29,32 @@ class Writer(Protocol):
 
 @dataclass(frozen=True)
 class LayerHealth:
-    """The health of one layer. `short` is its present window, `long` the windows before it; after an `optimizer.step()`
-    the present window is the one that this step completed. A channel is one statistic of the layer's reference.
+    """The health of one layer, as `monitor` reports it.
 
-    channels: how many statistics the layer keeps; 0 while it is not bound to a spatial size.
-    drift_mean: |short - long| of the mean in units of the long-term sigma, the worst over channels.
-    drift_sigma: |short / long - 1| of sigma, the worst over channels.
-    gradient_ratio: length of the streamed gradient over that of the true one, the average of the present window.
-    gradient_cosine: of the angle between these two; 1: the same direction, 0: nothing in common,
-        below 0: it points away from the true one, which is noted.
-    dead: channels whose own spread is at most sqrt(eps), so that half of sigma^p or more is what eps adds.
-    exploding: channels whose sigma in the window is not finite, or over 10 times its long-term value, or over 100
-        times the median of the channels of the layer that are not dead.
-    sigma_min, sigma_median, sigma_max: of the sigma that the layer divides by now.
-    warm: share of the warm start that is over; 1 for a streaming norm without any of the layer norm that it began as.
-    calls: training calls of the present window that were counted; batches that are not finite are not.
-    heard: whether the layer has ever heard of a weight update.
+    `short` is its present window, `long` the windows before it; after an `optimizer.step()` the present window is the
+    one that this step completed. A channel is one statistic of the layer's reference. Drifts are 0 before the first
+    update; gradients are NaN where there was none, or where it was zero.
 
-    Drifts are 0 before the first update; gradients are NaN where there was none, or where it was zero.
+    Attributes:
+        channels: how many statistics the layer keeps; 0 while it is not bound to a spatial size.
+        drift_mean: |short - long| of the mean in units of the long-term sigma, the worst over channels.
+        drift_sigma: |short / long - 1| of sigma, the worst over channels.
+        gradient_ratio: length of the streamed gradient over that of the true one, the average of the present window.
+        gradient_cosine: of the angle between these two; 1: the same direction, 0: nothing in common, below 0: it points
+            away from the true one, which is noted.
+        dead: channels whose own spread is at most sqrt(eps), so that half of sigma^p or more is what eps adds.
+        exploding: channels whose sigma in the window is not finite, or over 10 times its long-term value, or over 100
+            times the median of the channels of the layer that are not dead.
+        sigma_min, sigma_median, sigma_max: of the sigma that the layer divides by now.
+        warm: share of the warm start that is over; 1 for a streaming norm without any of the layer norm that it began
+            as.
+        calls: training calls of the present window that were counted; batches that are not finite are not.
+        heard: whether the layer has ever heard of a weight update.
+
+    Example:
+        >>> layer = monitor(nn.Sequential(StreamingNorm(8)))["0"]
+        >>> layer.channels, layer.calls, layer.notes
+        (8, 0, ['never called'])
     """
 
     channels: int
@@ -85,7 +93,19 @@ class LayerHealth:
 
 
 class Health(Mapping[str, LayerHealth]):
-    """The health of every streaming layer of a model by its name, in the order of the model; printed, a table."""
+    """The health of every streaming layer of a model by its name, in the order of the model; printed, a table.
+
+    `monitor` makes it.
+
+    Args:
+        layers: the health of each layer.
+        details: of each layer the numbers of its channels, for the picture.
+
+    Example:
+        >>> health = monitor(nn.Sequential(nn.Linear(4, 8), StreamingNorm(8)))
+        >>> list(health), health["1"].channels
+        (['1'], 8)
+    """
 
     def __init__(self, layers: dict[str, LayerHealth], details: dict[str, Tensor]) -> None:
         self._layers = layers
