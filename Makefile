@@ -8,7 +8,7 @@ INSTALL := -m pip install --quiet --disable-pip-version-check
 
 TRAINERS := .venv-integrations
 
-.PHONY: demo test test-integrations test-sanitized lint bench dist clean
+.PHONY: demo test test-integrations test-sanitized lint docs bench dist clean
 
 demo: $(VENV)/.ready  ## normalizations side by side on the digits data, each at its own best rate; one to two minutes
 	$(RUN) examples/digits.py
@@ -39,6 +39,9 @@ lint: $(VENV)/.ready
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
+
+docs: $(VENV)/.ready  ## the documentation as a site, build/site/index.html; a test builds it too
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
 
 bench: $(VENV)/.ready  ## what everything costs against torch.nn, about eight minutes; writes benchmarks/results
 	MALLOC_MMAP_THRESHOLD_=268435456 MALLOC_TRIM_THRESHOLD_=536870912 $(RUN) benchmarks/bench.py
