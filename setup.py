@@ -1,4 +1,4 @@
-"""The C++ kernels. Everything else about the package is in pyproject.toml.
+"""The C++ kernels, and the readme. Everything else about the package is in pyproject.toml.
 
 They need a compiler and nothing else, torch included, so one build serves every version of torch, and every Python that
 has a GIL. Without a compiler the package installs all the same and runs on plain torch, slower; with MSVC they are left
@@ -10,8 +10,10 @@ behaviour, for `make test-sanitized`.
 """
 
 import os
+import re
 import sys
 import sysconfig
+import tomllib
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -62,11 +64,27 @@ class BuildKernels(build_ext):
         super().build_extension(ext)
 
 
+def readme() -> str:
+    """README.md for a package index, which has no files: its links lead to the sources, wherever the urls of the
+    project say that those are, and are plain words as long as they do not."""
+    source = tomllib.loads(Path("pyproject.toml").read_text(encoding="utf-8"))["project"].get("urls", {}).get("Source")
+
+    def moved(link: re.Match[str]) -> str:
+        picture, words, path = link.groups()
+        if source is None:
+            return "" if picture else words
+        return f"{picture}[{words}]({source}/{'raw' if picture else 'blob'}/main/{path})"
+
+    return re.sub(r"(!?)\[([^]]*)\]\((?!https?:)([^)\s]+)\)", moved, Path("README.md").read_text(encoding="utf-8"))
+
+
 def main() -> None:
     wanted, sanitize = flag("STREAMNORM_KERNELS"), bool(flag("STREAMNORM_SANITIZE"))
     free_threaded = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
     found = [kernels(bool(wanted) or sanitize, sanitize, free_threaded, sys.platform)]
     setup(
+        long_description=readme(),
+        long_description_content_type="text/markdown",
         ext_modules=found if with_kernels(wanted, sys.platform) else [],
         cmdclass={"build_ext": BuildKernels},
         options={} if free_threaded else {"bdist_wheel": {"py_limited_api": "cp{}{}".format(*OLDEST)}},

@@ -23,5 +23,5 @@ def _seeded():
 def text_file(tmp_path_factory):
     """A text long enough to learn from."""
     path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_text((Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8") * 2, encoding="utf-8")
+    path.write_text((Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8") * 4, encoding="utf-8")
     return path

@@ -40,12 +40,17 @@ RUN_BY = {
     "examples/online_stream.py": "test_online_stream.py::test_it_runs_and_writes",
     "examples/regression_stream.py": "test_regression_stream.py::test_it_runs_and_writes",
     "examples/stream_q.py": "test_stream_q.py::test_it_runs_and_writes",
+    "tools/docstrings.py": "test_docstrings.py::test_what_is_described_elsewhere_is_shown_here",
+    "tools/hooks.py": "test_site.py::test_every_link_leads_somewhere",
+    "tools/pictures.py": "test_commands.py::test_pictures_are_drawn_again",
+    "tools/tutorial.py": "test_tutorial.py::test_it_runs_and_says_the_same",
     "tests/fuzz.py": "test_commands.py::test_a_case_of_the_fuzz_is_tried_again",
     "tests/stress_threads.py": "test_threads.py::test_training_and_reading_at_once_does_not_crash",
     "make": "test_commands.py::test_make_alone_is_the_demo",
     "make bench": "test_docs.py::test_the_benchmark_of_cost",
     "make clean": "test_commands.py::test_make_clean",
     "make dist": "test_dist.py::test_make_dist",
+    "make docs": "test_site.py::test_every_shelf_is_there",
     "make demo": "test_docs.py::test_the_demo",
     "make lint": "test_commands.py::test_make_test",
     "make test": "test_commands.py::test_make_test",
@@ -72,10 +77,10 @@ def spans():
 
 def test_whatever_is_named_is_run():
     """And every benchmark and example that there is, named or not."""
-    named = set(re.findall(r"\b(?:benchmarks|examples)/\w+\.py\b", TEXT))
+    named = set(re.findall(r"\b(?:benchmarks|examples|tools)/\w+\.py\b", TEXT))
     named |= {
         path.relative_to(ROOT).as_posix()
-        for kind in ("benchmarks", "examples")
+        for kind in ("benchmarks", "examples", "tools")
         for path in (ROOT / kind).glob("*.py")
         if "__main__" in path.read_text(encoding="utf-8")  # the others are what scripts share
     }
@@ -106,7 +111,7 @@ def test_the_tests_of_the_table_exist(name):
 
 # The command lines of the documents
 
-SCRIPT = r"(?:python|torchrun(?: --[\w-]+ \d+)*) ((?:benchmarks|examples|tests)/\w+\.py)(.*)"
+SCRIPT = r"(?:python|torchrun(?: --[\w-]+ \d+)*) ((?:benchmarks|examples|tests|tools)/\w+\.py)(.*)"
 
 
 def source(script):
@@ -165,13 +170,31 @@ def test_the_count_of_messages():
 def test_the_figures_of_the_benchmark(tmp_path, monkeypatch):
     shutil.copy(ROOT / "benchmarks/results/results.json", tmp_path)
     monkeypatch.setattr(sys, "argv", ["plot.py", str(tmp_path)])
-    runpy.run_path(str(ROOT / "benchmarks/plot.py"), run_name="__main__")
-    kinds = {
-        row["case"].split("/")[0] for row in json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))["rows"]
-    }
-    assert kinds
-    for name in ("results.png", "growth.png"):
-        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+    names = runpy.run_path(str(ROOT / "benchmarks/plot.py"), run_name="__main__")
+    rows = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))["rows"]
+    figures = names["parted"]([row for row in rows if row["kind"] != "growth"])
+    assert sum(map(len, figures.values())) == sum(row["kind"] != "growth" for row in rows) > 0
+    for each in figures.values():
+        assert len(names["lines_of"](each)) <= 36  # a page
+    assert {(row["case"], row["against"]) for row in rows} >= set(names["HEADLINES"])
+    for name in ("headline", *figures, "growth"):
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+        assert (ROOT / f"benchmarks/results/{name}.png").exists()
+
+
+def test_pictures_are_drawn_again(tmp_path, monkeypatch, capsys):
+    import pictures
+
+    for name in ("compare-resnet-8", "online-recurrent", "lp-quick"):
+        shutil.copy(ROOT / f"docs/results/{name}.json", tmp_path)
+    monkeypatch.setattr(pictures, "ROOT", tmp_path)
+    monkeypatch.setattr(pictures, "RESULTS", tmp_path)
+    for start in ("compare-", "online-", "lp-"):
+        monkeypatch.setattr(sys, "argv", ["pictures.py", start])
+        pictures.main()
+    drawn = {path.name for path in tmp_path.iterdir() if path.suffix != ".json"}
+    assert drawn == set(capsys.readouterr().out.split())
+    assert len(drawn) == 6
 
 
 def test_a_case_of_the_fuzz_is_tried_again():

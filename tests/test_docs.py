@@ -3,8 +3,11 @@
 import json
 import re
 import runpy
+import shutil
 import subprocess
 import sys
+import tomllib
+import warnings
 from collections import Counter
 from contextlib import nullcontext
 from itertools import product
@@ -39,15 +42,68 @@ def test_examples_run(page, tmp_path, monkeypatch):
         exec(compile(block, page.name, "exec"), names)
 
 
+def test_messages_are_those_that_people_meet():
+    """Each that is quoted is raised, or warned of, by the example below it; "..." stands for any words."""
+    page = (ROOT / "docs/guide/troubleshooting.md").read_text(encoding="utf-8")
+    names = {}
+    exec(re.search(r"```python\n(.*?)```", page, re.DOTALL)[1], names)
+    quoted = re.findall(r"```text\n(.*?)\n```\n\n```python raises\n(.*?)```", page, re.DOTALL)
+    assert len(quoted) == page.count("\n### ", 0, page.index("## Which forward passes")) == 10
+    for message, example in quoted:
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            try:
+                exec(example, names)
+            except Exception as refused:
+                found = [f"{type(refused).__name__}: {refused}"]
+            else:
+                found = [f"{each.category.__name__}: {each.message}" for each in said]
+        assert len(found) == 1
+        assert re.fullmatch(".*".join(map(re.escape, message.split("..."))), found[0]), found
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_links_and_named_files_exist(page):
     text = page.read_text(encoding="utf-8")
     for target in re.findall(r"\]\(([^)#:]+)\)", text):
         assert (page.parent / target).exists(), target
-    for name in re.findall(r"`((?:src|tests|docs|examples|benchmarks)/[\w./]+)`", text):
+    for name in re.findall(r"`((?:src|tests|docs|examples|benchmarks|tools)/[\w./]+)`", text):
         assert (ROOT / name).exists(), name
     for name in re.findall(r"`(\w+\.py)`", text):
         assert (ROOT / "src/streamnorm" / name).exists(), name
+
+
+@pytest.mark.parametrize("source", [None, "https://example.org/streamnorm"])
+def test_on_a_package_index_no_link_is_broken(source, tmp_path):
+    """There are no files there: links are absolute, or words as long as the project has no address."""
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE", "src/streamnorm/__init__.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    project = tmp_path / "pyproject.toml"
+    settings = tomllib.loads(project.read_text(encoding="utf-8"))["project"]
+    urls = "".join(
+        f'{name} = "{url}"\n' for name, url in (settings.get("urls", {}) | {"Source": source}).items() if url
+    )
+    text = re.sub(r"\[project.urls\]\n(?:\S.*\n)*", "", project.read_text(encoding="utf-8"))
+    project.write_text(
+        text.replace("[tool.setuptools]", f"[project.urls]\n{urls}\n[tool.setuptools]", 1), encoding="utf-8"
+    )
+    (tmp_path / "made").mkdir()
+    build = "from setuptools.build_meta import prepare_metadata_for_build_wheel as prepare; prepare('made')"
+    done = subprocess.run([sys.executable, "-c", build], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (metadata,) = tmp_path.glob("made/*.dist-info/METADATA")
+    shown = metadata.read_text(encoding="utf-8").partition("\n\n")[2]
+    links = re.findall(r"(!?)\[[^]]*\]\(([^)]*)\)", shown)
+    assert "when not" in shown
+    if source is None:
+        assert links == []
+        return
+    assert len(links) > 20
+    for picture, link in links:
+        kind = "raw" if picture else "blob"
+        path = link.removeprefix(f"{source}/{kind}/main/").partition("#")[0]
+        assert (ROOT / path).is_file(), link
 
 
 def test_the_map_of_the_paper_names_what_exists():
@@ -73,12 +129,13 @@ def test_the_demo(tmp_path):
     assert "Expected more than 1 value per channel" in done.stdout
     assert done.stdout.count("is the last of the ladder") == 16  # of two rates each is at an end
     assert "68/68" in done.stderr  # the progress bar
-    printed, shown = (demo_rows(text) for text in (done.stdout, (ROOT / "README.md").read_text(encoding="utf-8")))
+    page = (ROOT / "docs/measured/demo.md").read_text(encoding="utf-8")
+    printed, shown = (demo_rows(text) for text in (done.stdout, page))
     assert [row[0] for row in printed] == [row[0] for row in shown]
     for row in printed[1:] + shown[1:]:
         assert all(re.fullmatch(r"\d+\.\d ± \d+\.\d @ 0\.\d+|cannot run", cell) for cell in row[1:]), row
     for net, batch in product(digits.NORMS, digits.BATCHES):
-        for text in (done.stdout, (ROOT / "README.md").read_text(encoding="utf-8")):
+        for text in (done.stdout, page):
             assert len(re.findall(rf"- {net}, {batch} per batch: (?:a tie with|ahead of|behind) \w+", text)) == 1
 
 
@@ -175,7 +232,8 @@ def test_the_benchmark_of_cost(tmp_path):
     assert results["rows"][0]["median"] is None  # one sample: batch norm raises
     assert results["rows"][1]["median"] > 0
     assert "raises" in done.stdout
-    assert (tmp_path / "results.png").read_bytes().startswith(b"\x89PNG")
+    for name in ("headline", "networks"):
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     refused = run_script("benchmarks/bench.py", *common, "--only", "nothing")
     assert refused.returncode == 2
     assert "there are layers/" in refused.stderr
@@ -282,11 +340,11 @@ def test_what_is_quoted_from_the_measure_of_online_learning(page, least):
 
 
 def test_how_often_streaming_is_ahead_of_layer_norm():
-    """As README says, by two standard errors of the difference, which two of its lines do not reach."""
+    """As README says, by two standard errors of the difference."""
     counts = Counter()
     for net in ("fully-connected", "recurrent"):
         counts += Counter(tally(read_online(ROOT / f"docs/results/online-{net}.json")))
-    words = f"ahead of layer norm in {counts['ahead']} of {counts.total()} cells and level in\n{counts['level']}"
+    words = f"streaming is ahead in {counts['ahead']} of {counts.total()} such cells and level in {counts['level']} by"
     assert words in (ROOT / "README.md").read_text(encoding="utf-8")
     assert counts["behind"] == 0
 
