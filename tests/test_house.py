@@ -250,10 +250,13 @@ def opens_text(call):
 
 def test_text_is_read_and_written_in_utf_8():
     """Whatever the language of the system is: what is opened without an encoding differs between systems."""
-    for path in (*FILES, *SCRIPTS):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Call) and opens_text(node):
-                assert "encoding" in {each.arg for each in node.keywords}, f"{path}:{node.lineno} has no encoding"
+    lacking = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in (*FILES, *SCRIPTS)
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and opens_text(node) and "encoding" not in {each.arg for each in node.keywords}
+    ]
+    assert not lacking, 'say encoding="utf-8"'
 
 
 def test_nothing_is_imported_that_windows_does_not_have():
