@@ -49,6 +49,7 @@ class Verdict:
     unit: str
     scale: str
     file_name: str
+    late: bool = False  # see FigureResults
 
 
 def judge(results: FigureResults) -> list[Verdict]:
@@ -80,7 +81,7 @@ def _judge(claim: Claim, results: FigureResults) -> Verdict:
         values = []
     mean, error = mean_and_error(values)
     found = OPEN if results.scale == SMOKE.name else outcome(values)  # a handful of updates says nothing
-    where = (results.scale, results.file_name)
+    where = (results.scale, results.file_name, results.late)
     return Verdict(*_told(claim), found, values, mean, error, claim.unit, *where)
 
 

@@ -49,6 +49,11 @@ class FigureResults:
         return next(result for result in self.curves[label] if result["settings"]["seed"] == seed)
 
     @property
+    def late(self) -> bool:
+        """Whether it was tested after the updates of windows, as all was at first, and not as in the paper."""
+        return any(not run["settings"].get("test_first", False) for run in self.runs)
+
+    @property
     def file_name(self) -> str:
         """Figure, scale, the data where it is not the figure's own, what was varied, and where it was trained."""
         own = {curve.run.data for curve in self.figure.curves}

@@ -53,7 +53,7 @@ def claims_table(claims: Sequence[Verdict]) -> str:
 
 
 def _scale(claim: Verdict) -> str:
-    return f"{claim.scale}, {len(claim.values)}" if claim.values else ""
+    return f"{claim.scale}, {len(claim.values)}{', tested after updates' * claim.late}" if claim.values else ""
 
 
 def measured(claim: Verdict) -> str:
