@@ -232,6 +232,7 @@ def test_state_dicts_of_lazy_norms(affine):
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # of torch itself
 def test_a_first_call_may_be_compiled():
+    torch._dynamo.reset()  # what other tests compiled counts
     model = nn.Sequential(nn.Conv2d(3, 4, 3), LazyStreamingNorm2d())
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     compiled(images).sum().backward()
