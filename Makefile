@@ -16,8 +16,12 @@ demo: $(VENV)/.ready  ## normalizations side by side on the digits data, each at
 test: lint  ## lint, types, all tests
 	$(RUN) -m pytest -n 2 --dist loadfile
 
-test-integrations: $(TRAINERS)/.ready  ## real training runs in Lightning, Accelerate and transformers, offline once installed
+# MODELS="--library timm --only resnet" tries some of the models, and does not write the page.
+MODELS ?=
+
+test-integrations: $(TRAINERS)/.ready  ## trainers, and models of other libraries: writes docs/measured/models.md; goes on where it was, offline once installed
 	$(TRAINERS)/bin/python -m pytest tests/integrations
+	PYTHONPATH=tests $(TRAINERS)/bin/python -m integrations.models $(MODELS)
 
 # The kernels that check themselves are in a copy of the package, which nothing else imports.
 SANITIZED := build/sanitized

@@ -1,4 +1,8 @@
 import pytest
+from integrations.zoo import import_torchvision
+
+collect_ignore_glob = ["zoo/*"]  # no tests: `integrations.models` runs them
+import_torchvision()  # trainers import it as well, if it is there
 
 
 @pytest.fixture(autouse=True)
