@@ -330,6 +330,19 @@ def test_results_without_tensors_prove_nothing():
     assert "no tensors to compare" in about["m"]
 
 
+def test_results_that_are_not_finite_are_compared_too():
+    """As logits are that are masked: infinities do not hide a difference."""
+
+    class Masked(Net):
+        def forward(self, x):
+            y = super().forward(x)
+            return y.index_fill(2, torch.tensor([0]), -torch.inf).index_fill(2, torch.tensor([1]), torch.nan)
+
+    x = torch.randn(2, C, 5)
+    assert folded(fuse(used(Masked("plain"), torch.zeros(1, C, 1)), example=x)) == {"n", "m"}
+    assert folded(fuse(used(Masked("read_unseen"), torch.zeros(1, C, 1)), example=x)) == {"m"}
+
+
 def test_a_model_that_draws_numbers_draws_the_same_ones():
     class Sampling(Net):
         def forward(self, x):
