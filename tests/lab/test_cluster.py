@@ -14,7 +14,7 @@ import torch
 from lab_results import assert_refused
 from processes import wait_for
 
-from streamnorm.lab import cluster, experiment, jobs, remote
+from streamnorm.lab import experiment, jobs, remote
 from streamnorm.lab.cli import main
 from streamnorm.lab.cluster import Cluster
 from streamnorm.lab.data import load_images
@@ -260,11 +260,28 @@ def test_data_that_is_missing_or_other_there(running, tmp_path):
     assert f"no CIFAR-10 in {tmp_path}: it must hold one of" in missing
 
 
-def test_no_scheduler(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(cluster, "CONNECT_SECONDS", 0.3)
+NOBODY = """
+import sys
+from streamnorm.lab import cluster
+from streamnorm.lab.cli import main
+cluster.CONNECT_SECONDS = 0.3
+*command, one, two, three = sys.argv[1:]
+print([main([*command, address]) for address in (one, two, three)])
+"""
+
+
+def test_no_scheduler(tmp_path):
+    """In a process of its own: late in one that ran other tests, Dask may wait in vain for its thread to begin."""
+    addresses = ["tcp://127.0.0.1:9", "127.0.0.1", "no such:thing"]
     command = ["run", "dau", "--preset", "smoke", "--data", "digits", "--out", str(tmp_path), "--cluster"]
-    for address in ("tcp://127.0.0.1:9", "127.0.0.1", "no such:thing"):
-        assert_refused([*command, address], [f"no scheduler at {address} (", "dask scheduler"], capsys)
+    script = [sys.executable, "-c", NOBODY, *command, *addresses]
+    done = subprocess.run(script, capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout == "[2, 2, 2]\n", done.stderr
+    said = [line for line in done.stderr.splitlines() if line.startswith("streamnorm: ")]
+    assert len(said) == 3
+    for address, line in zip(addresses, said, strict=True):
+        assert f"no scheduler at {address} (" in line
+        assert "dask scheduler" in line
     assert not list(tmp_path.iterdir())
 
 
