@@ -46,6 +46,8 @@ def examine(model: Model) -> dict[str, Any]:
     """All steps, as what JSON can hold. A step that raises has failed; the others are tried all the same."""
     torch.manual_seed(0)
     old, x = shaken(model.build(), model.inputs), model.inputs(2)
+    if is_blind(old, x):
+        old = shaken(model.build(), model.inputs, larger=True)
     new, rules, lines = copy.deepcopy(old), model.rules(old), []
     convert(new, rules=rules, report=lines.append)
     row: dict[str, Any] = {"library": model.library, "name": model.name, **norms_of(old, new, lines)}
@@ -76,8 +78,11 @@ def said(error: Exception) -> str:
     return f"{type(error).__name__}: {re.sub(r'(/[^ /]+)+/', '', first)}"[:160]
 
 
-def shaken(model: nn.Module, inputs: Callable[[int], Any]) -> nn.Module:
-    """With running statistics as after training, and nothing that is constant or tiny: it could be lost unseen."""
+def shaken(model: nn.Module, inputs: Callable[[int], Any], larger: bool = False) -> nn.Module:
+    """With running statistics as after training, and nothing that is constant: it could be lost without a trace.
+
+    `larger`: also with weights of the size that keeps a signal alive, for models that begin with tiny ones.
+    """
     with torch.no_grad():
         for parameter in model.parameters():
             if not parameter.is_floating_point() or parameter.numel() == 1:
@@ -85,7 +90,7 @@ def shaken(model: nn.Module, inputs: Callable[[int], Any]) -> nn.Module:
             spread, usual = float(parameter.std()), parameter[0].numel() ** -0.5
             if spread == 0:
                 parameter.add_(torch.randn_like(parameter), alpha=0.1)
-            elif parameter.ndim > 1 and spread < usual / 2:
+            elif larger and parameter.ndim > 1 and spread < usual / 2:
                 parameter.mul_(usual / spread)
         tracked = [module for module in model.modules() if module._buffers.get("running_var") is not None]
         momenta = [getattr(module, "momentum", None) for module in tracked]
@@ -127,7 +132,10 @@ def norms_of(old: nn.Module, new: nn.Module, report: list[str]) -> dict[str, Any
 
 def results(model: nn.Module, x: Any) -> list[Tensor]:
     model.eval()
-    return [tensor for tensor in tensors_in(run_example(model, x)) if tensor.is_floating_point()]
+    found = [tensor for tensor in tensors_in(run_example(model, x)) if tensor.is_floating_point()]
+    if any(tensor.isnan().any() for tensor in found):
+        raise ValueError("results that are not a number")
+    return found
 
 
 def difference(one: list[Tensor], other: list[Tensor]) -> float:
