@@ -6,6 +6,7 @@ from torchvision import models
 from torchvision.models import segmentation, video
 
 
+# Deep networks get 64 pixels: with one location left, variances of single values magnify rounding to 1e-3.
 def images(size=32):
     return lambda n: torch.randn(n, 3, size, size)
 
