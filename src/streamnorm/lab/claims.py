@@ -51,6 +51,11 @@ class Verdict:
     file_name: str
     late: bool = False  # see FigureResults
 
+    @property
+    def protocol(self) -> str:
+        """To be put behind the scale: what is not as in the paper."""
+        return ", tested after updates" * self.late
+
 
 def judge(results: FigureResults) -> list[Verdict]:
     """Every claim about a figure, computed from its results."""

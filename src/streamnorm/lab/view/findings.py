@@ -13,7 +13,6 @@ from ..variations import words
 from .cells import filled, line, with_tables
 from .endings import table, verdicts
 
-OUTCOMES = (REPRODUCED, REVERSED, OPEN, NOT_RUN)
 SIGNS = {REPRODUCED: "✓", REVERSED: "✗", OPEN: "?", NOT_RUN: "\N{EN DASH}"}
 CLAIMS, VARIED = "claims", "varied"  # the marks that a page must have; those of figures are optional
 AS_IT_IS = "as it is"
@@ -39,7 +38,7 @@ def summary(claims: Iterable[Verdict]) -> str:
     """How many claims there are, and how they were judged; a claim that was judged twice counts as its first."""
     first = {claim.name: claim.outcome for claim in reversed(list(claims))}
     counts = Counter(first.values())
-    told = [f"{counts[outcome]} {outcome}" for outcome in OUTCOMES if counts[outcome]]
+    told = [f"{counts[outcome]} {outcome}" for outcome in SIGNS if counts[outcome]]
     return f"{len(first)} claim{'s' * (len(first) != 1)}: {', '.join(told)}."
 
 
@@ -53,7 +52,7 @@ def claims_table(claims: Sequence[Verdict]) -> str:
 
 
 def _scale(claim: Verdict) -> str:
-    return f"{claim.scale}, {len(claim.values)}{', tested after updates' * claim.late}" if claim.values else ""
+    return f"{claim.scale}, {len(claim.values)}{claim.protocol}" if claim.values else ""
 
 
 def measured(claim: Verdict) -> str:

@@ -93,7 +93,7 @@ def all_claims(claims: Sequence[Verdict], names: dict[str, str]) -> Html:
                 outcome(claim),
                 measured(claim) if claim.file_name else NONE,
                 link(names[claim.file_name], claim.figure) if claim.file_name in names else claim.figure,
-                claim.scale + ", tested after updates" * claim.late,
+                claim.scale + claim.protocol,
             )
             for claim in claims
         ]
