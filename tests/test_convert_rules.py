@@ -463,6 +463,30 @@ def test_frozen_and_unknown_norms_are_left_and_said_so():
     assert "starts afresh" not in advice
 
 
+@of("transformers.models.gpt2.modeling_gpt2")
+class GPT2Block(nn.Module):
+    def __init__(self, gain=True, kind=nn.LayerNorm):
+        super().__init__()
+        self.ln_1 = kind(4, **({"elementwise_affine": gain} if kind is nn.LayerNorm else {}))
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "is_said"),
+    [
+        (GPT2Block(), {}, True),
+        (nn.Sequential(GPT2Block()), {"skip": "0.ln_1"}, False),
+        (GPT2Block(gain=False), {}, False),
+        (GPT2Block(kind=nn.BatchNorm1d), {}, False),
+        (nn.Sequential(nn.LayerNorm(4)), {}, False),
+    ],
+)
+def test_weight_decay_by_transformers_is_spoken_of(model, settings, is_said):
+    """Their Trainer spares layer norms by type."""
+    said = []
+    convert(model, report=said.append, **settings)
+    assert any("get_decay_parameter_names" in line for line in said) == is_said
+
+
 def test_nothing_is_said_of_streams_where_there_are_none():
     said = []
     convert(nn.Sequential(nn.LayerNorm(4), nn.BatchNorm1d(4)), SampleNorm, report=said.append)

@@ -100,7 +100,7 @@ class Convert:
                 rows.append(Row(names_of(places[old]), old, outcome, tuple(make.remarks)))
                 inside.update(old.modules() if isinstance(outcome, nn.Module) else ())
         changed = swap(root, places, {row.old: row.outcome for row in rows if isinstance(row.outcome, nn.Module)})
-        say(report, written(rows), root)
+        say(report, written(rows, root), root)
         return cast(Model, returned(model, root, changed, inplace))
 
 

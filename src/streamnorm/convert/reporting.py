@@ -13,6 +13,10 @@ UPDATE_STATS = (
     "after training with few samples per update: streamnorm.update_stats(model, loader) takes the statistics of a "
     "whole loader, for the weights as they are then"
 )
+DECAY = (
+    "weight decay: the Trainer of transformers spares an nn.LayerNorm, and other norms only by their names; "
+    "get_decay_parameter_names of a subclass can spare all (guide: Trainers)"
+)
 WIDEST = 60  # of a column that others are aligned to
 
 
@@ -36,7 +40,7 @@ def full_name(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def written(rows: list[Row]) -> list[str]:
+def written(rows: list[Row], model: nn.Module) -> list[str]:
     """The lines of the report: the sum, a line for each norm, and advice, each piece of it once."""
     if not rows:
         return []
@@ -44,7 +48,7 @@ def written(rows: list[Row]) -> list[str]:
     names, olds = ([len(cell[column]) for cell in cells if len(cell[column]) <= WIDEST] for column in (0, 1))
     first, second = max(names, default=0), max(olds, default=0)
     table = [f"{name:<{first}}  {old:<{second}}  {outcome}" for name, old, outcome in cells]
-    return [_sum(rows), *table, *_advice(rows)]
+    return [_sum(rows), *table, *_advice(rows, model)]
 
 
 def _sum(rows: list[Row]) -> str:
@@ -71,7 +75,7 @@ def _parts(new: nn.Module) -> str:
     return ", ".join(parts) or title(new)
 
 
-def _advice(rows: list[Row]) -> list[str]:
+def _advice(rows: list[Row], model: nn.Module) -> list[str]:
     """What to do, each piece of it once."""
     kinds: dict[str, dict[str, None]] = {}
     for row in rows:
@@ -83,4 +87,11 @@ def _advice(rows: list[Row]) -> list[str]:
     made = [row.outcome for row in rows if isinstance(row.outcome, nn.Module)]
     if any(isinstance(part, StreamingNorm) for new in made for part in new.modules()):
         lines.append(UPDATE_STATS)
+    gains = (row.old.weight for row in rows if isinstance(row.old, nn.LayerNorm) and isinstance(row.outcome, nn.Module))
+    if any(gain is not None for gain in gains) and _is_of_transformers(model):
+        lines.append(DECAY)
     return lines
+
+
+def _is_of_transformers(model: nn.Module) -> bool:
+    return any(type(module).__module__.split(".")[0] == "transformers" for module in model.modules())
