@@ -49,9 +49,10 @@ def laws(rank):
     for name, settings in SETTINGS.items():
         norm = StreamingNorm(3, dtype=torch.float64, process_group="world", **settings)
         optimizer = torch.optim.SGD(norm.parameters(), lr=0.0)
-        found[name] = []
+        found[name], held = [], norm.running_mean
         for window in range(3):
             stream(norm, optimizer, inputs(window, rank))
+            assert torch.equal(held, norm.eval_mean if norm.eval_memory else norm.mean)
             found[name].append(snapshot(norm))
     return found
 

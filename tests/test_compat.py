@@ -66,12 +66,31 @@ def lists():
 
 
 @canary
+def test_is_aliased():
+    """By a view, by what shares memory and versions, by what shares memory alone, by an array."""
+    ours = torch.zeros(2)
+    for alias in (lambda: ours[0], ours.detach, lambda: ours.data, ours.numpy):
+        assert not compat.is_aliased(ours)
+        other = alias()
+        assert compat.is_aliased(ours)
+        del other
+    assert not compat.is_aliased(ours)
+
+
+@canary
 def test_foreach_add_():
     ours = lists()
     compat.foreach_add_(ours, lists(), alpha=-0.5)
     assert [each.tolist() for each in ours] == [[0.5, -1.0], [1.5]]
     compat.foreach_add_(ours, 1)
     assert [each.tolist() for each in ours] == [[1.5, 0.0], [2.5]]
+
+
+@canary
+def test_foreach_copy_():
+    ours = [torch.zeros(2), torch.zeros(3, 1)]
+    compat.foreach_copy_(ours, [torch.ones(2), torch.ones(3, 1)])
+    assert all(bool((each == 1).all()) for each in ours)
 
 
 @canary
@@ -152,6 +171,22 @@ traced = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch
 @traced
 def test_functorch_is_active():
     assert seen_inside(compat.functorch_is_active) == {"grad", "vmap", "jvp"}
+
+
+@canary
+def test_outside_functorch():
+    kept = []
+
+    def loss(x):
+        with compat.outside_functorch():
+            kept.append(torch.ones(2) + 1)
+        kept.append(torch.ones(2) + 1)
+        return x.sum()
+
+    torch.func.grad(loss)(torch.ones(2))
+    assert kept[0].untyped_storage().nbytes() == 8
+    with pytest.raises(NotImplementedError, match="storage"):
+        kept[1].untyped_storage()
 
 
 @canary

@@ -73,11 +73,14 @@ def assert_same(ours, theirs, tolerance=2e-5):
 
 def compare(eager, pattern, backend):
     compiled = copy.deepcopy(eager)
+    held = compiled.state_dict()  # live statistics, for graphs that read them
     called = torch.compile(compiled, fullgraph=True, backend=backend)
     assert_same(train(called, compiled, pattern, 4, 1), train(eager, eager, pattern, 4, 1))
     with torch._dynamo.config.patch(error_on_recompile=True):
         more = train(called, compiled, pattern, 3, 2)
     assert_same(more, train(eager, eager, pattern, 3, 2))
+    now = compiled.state_dict()
+    assert all(torch.equal(value, now[key]) for key, value in held.items() if "running_" in key)
     x = torch.randn(2, 3, 6, 6)
     assert_same([called.eval()(x)], [eager.eval()(x)])
 

@@ -224,10 +224,12 @@ def test_state_dicts_of_lazy_norms(affine):
     torch.testing.assert_close(started.eval()(images), batch_norm.eval()(images))
     with pytest.raises(ValueError, match="has 4 channels"):
         started(torch.randn(2, 4, 5, 5))
-    other = LazyStreamingNorm(affine=False, ref="BA2")  # whose state does not tell the size
-    other.load_state_dict(StreamingNorm(3, affine=False, ref="BA2").state_dict())
-    other(images)
-    assert other.num_features == 3
+    for ref in ("BA2", "BA5"):  # whose state does not tell the size
+        other, sized = LazyStreamingNorm(affine=False, ref=ref), StreamingNorm(3, affine=False, ref=ref)
+        sized(images)
+        other.load_state_dict(sized.state_dict())
+        other(images)
+        assert other.num_features == 3
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # of torch itself

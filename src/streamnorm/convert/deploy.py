@@ -7,10 +7,10 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from ..core.algorithm import tested
 from ..engine.context import Proxy, evaluating, recorded
 from ..nn.base import Norm, check_channel_dim, mask_over_channels, to_channels_first
 from ..nn.batch import GeneralBatchNorm, TimeSpecificNorm
+from ..nn.live import LiveStatistics
 from ..nn.recurrent.step import Norms
 from ..nn.streaming import StreamingNorm
 from .places import Places, Report, find_places, is_compiled, names_of, opened, returned, say, swap, title
@@ -190,8 +190,8 @@ def _made(norm: Norm, recurrent: bool) -> tuple[nn.Module, str]:
 
 def statistics(norm: Norm) -> tuple[Tensor, Tensor]:
     """Mean and sigma of evaluation, as `(steps, C or 1, *space)`."""
-    used = tested(norm.config, norm.state) if isinstance(norm, StreamingNorm) else (norm.mean, norm.sigma)
-    mean, sigma = (cast(Tensor, vector).detach() for vector in used)
+    kept = cast(LiveStatistics, norm)
+    mean, sigma = (vector.detach() for vector in kept._as_written(*kept._latest()))
     if not isinstance(norm, TimeSpecificNorm):
         mean, sigma = mean[None], sigma[None]
     if not mean.numel():  # not bound to a spatial size yet

@@ -25,10 +25,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 is_zero_tensor: Callable[[Tensor], bool] = Tensor._is_zerotensor
 # How often a tensor was written to.
 version_of: Callable[[Tensor], int] = attrgetter("_version")
+_storage_uses: Any = getattr(torch._C, "_storage_Use_Count", None)
+
+
+def is_aliased(tensor: Tensor) -> bool:
+    """Whether another tensor has the same memory; if torch does not tell, one may."""
+    return _storage_uses is None or _storage_uses(tensor.untyped_storage()._cdata) > 2  # the tensor, and the question
 
 
 # In-place operations on lists of tensors, which torch's own optimizers are made of.
 foreach_add_: Callable[..., None] = torch._foreach_add_
+foreach_copy_: Callable[..., None] = torch._foreach_copy_
 foreach_div_: Callable[..., None] = torch._foreach_div_
 foreach_mul_: Callable[..., None] = torch._foreach_mul_
 foreach_norm: Callable[..., Sequence[Tensor]] = torch._foreach_norm
@@ -44,6 +51,8 @@ def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
 
 
 functorch_is_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
+# A context for tensors that outlive a transform of torch.func.
+outside_functorch: Callable[[], Any] = torch._C._DisableFuncTorch
 is_tracing: Callable[[], bool] = torch._C._is_tracing
 # The backward pass that runs in this thread, -1 for none.
 current_backward_pass: Callable[[], int] = torch._C._current_graph_task_id

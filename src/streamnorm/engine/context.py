@@ -45,6 +45,11 @@ def exported() -> bool:
     return bool(_is_exporting())
 
 
+def has_values(tensor: Tensor) -> bool:
+    """Whether a tensor has values that can be asked for here, where nothing traces or transforms."""
+    return not (torch.compiler.is_compiling() or type(tensor) not in ORDINARY or tensor.is_meta or transformed())
+
+
 def refuse_transforms(who: str) -> None:
     """For calls that would change the statistics of a layer."""
     if not transformed():

@@ -69,6 +69,7 @@ class Listener(nn.Module):
     _number = 0  # in the order of making, in which all processes merge
     _name_tag: Tensor  # the same, for operators of the compiler, which know tensors and not the layers that own them
     _pulse: Pulse
+    _live: Any = None  # statistics that others hold
     process_group: Any = None  # whose processes merge their windows
 
     def __init__(self) -> None:
@@ -123,6 +124,10 @@ class Listener(nn.Module):
 
     def _exactly(self) -> AbstractContextManager[None]:
         """A context in which it is a function of its input, and has its gradient."""
+        raise NotImplementedError
+
+    def _follow(self, latest: tuple[Tensor, Tensor] | None = None) -> None:
+        """Let statistics that others hold follow a training call."""
         raise NotImplementedError
 
     def _share(self) -> tuple[Any, Share] | None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .. import backends
 from ..backends import H1, H2, Gradients, Measured, Plan, Result
-from ..core.algorithm import fold_gradients, fold_statistics, from_vector, samples_of
+from ..core.algorithm import fold_gradients, fold_statistics, from_vector, samples_of, tested
 from ..core.config import Config, from_text
 from ..core.state import H1 as H1_FIELDS
 from ..core.state import PARTS, State, Stream, from_h1, of_h1, write, write_stream
@@ -154,6 +154,8 @@ def _push_statistics(
     counts = number if elements is None else elements, present, batch if samples is None else samples
     streams = backends.streams(config, mean.dtype, mean.device.type, present is not None, among)
     kept = streams.forward(config, h1, Measured(mean, sigma, *counts, channels, begins), _memo_of(layer))
+    if layer is not None and layer._live is not None:
+        layer._follow(tested(config, from_h1(h1)))
     if entry is not None:
         entry.kept = kept.clone()
     return kept

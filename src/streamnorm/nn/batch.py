@@ -12,12 +12,13 @@ from ..core.statistics import fixed_center, mini_batch_statistics
 from ..engine import replay
 from ..engine.context import Proxy, recorded, transformed
 from ..engine.function import evaluate, normalize_mini_batch, normalize_ordinary
-from .base import Device, Norm, check_count, moved, statistics_like
+from .base import Device, check_count, moved, statistics_like
 from .hints import hinted
+from .live import NAMES, LiveStatistics
 from .loading import BATCHNORM_KEYS, batchnorm_statistics, estimate_faults, is_batchnorm
 
 
-class _RunningNorm(Norm):
+class _RunningNorm(LiveStatistics):
     """Batch statistics in training; in evaluation running estimates of them, in a leading dimension per timestep."""
 
     mean: Tensor
@@ -54,6 +55,14 @@ class _RunningNorm(Norm):
         """Forget the running estimates, and the spatial size that they are bound to."""
         shape = (*self._sets, *self._initial_shape())
         self.mean, self.sigma = self.mean.new_zeros(shape), self.sigma.new_ones(shape)
+        self._show()
+
+    def _latest(self) -> tuple[Tensor, Tensor]:
+        return self.mean, self.sigma
+
+    def _take_over(self, mean: Tensor, sigma: Tensor) -> None:
+        self.mean.copy_(mean)
+        self.sigma.copy_(sigma)
 
     @property
     def _collects(self) -> bool:
@@ -66,7 +75,9 @@ class _RunningNorm(Norm):
     def _normalize(self, x: Tensor, mask: Tensor | None, index: tuple[int, ...], learns: bool) -> Tensor:
         """`index`: which set of running estimates serves. `learns`: it is updated by this call, in training."""
         x, mask = self._to_channels_first(x, mask)
-        estimates, training, learns = (self.mean[index], self.sigma[index]), self.training, learns and self._learns
+        self._release()
+        mean, sigma = self._as_written(self.mean, self.sigma)
+        estimates, training, learns = (mean[index], sigma[index]), self.training, learns and self._learns
         entry = replay.begin(id(self), learns)
         if entry is not None and entry.again:
             learns, (training, estimates) = False, entry.kept
@@ -86,8 +97,11 @@ class _RunningNorm(Norm):
         if found is not None:
             with outside_inference_mode(), torch.no_grad():
                 self._bind(self._statistic_shape(x))
+                if self._live is not None:  # the running averages go on from there, as those of an nn.BatchNorm
+                    self._take_over(*self._as_written(self.mean, self.sigma))
                 s, accept = mini_batch_statistics(found, torch.stack([self.mean[index], self.sigma[index]]))
                 self._learn(s[0], s[1], accept, index)
+                self._follow()
         return self._restore_layout(y)
 
     def _shaped(self, estimates: tuple[Tensor, Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
@@ -110,15 +124,25 @@ class _RunningNorm(Norm):
 
     def _apply(self, fn: Any, recurse: bool = True) -> "_RunningNorm":
         kept = {name: moved(getattr(self, name), fn) for name in ("mean", "sigma")}
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        super()._apply(fn, recurse)
         self._buffers.update(kept)
         return self
 
+    def __getstate__(self) -> dict[str, Any]:
+        self._keep_writes()
+        return {key: value for key, value in super().__getstate__().items() if key != "_live"}
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        self._keep_writes()
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        self._save_live(destination, prefix)
+
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
         names, sets = (prefix + "mean", prefix + "sigma"), len(self._sets)
-        given = dict(state_dict)
-        if is_batchnorm(state_dict, prefix):
-            given = {k: v for k, v in given.items() if k.removeprefix(prefix) not in BATCHNORM_KEYS}
+        foreign = is_batchnorm(state_dict, prefix)
+        known = BATCHNORM_KEYS if foreign else NAMES
+        given = {k: v for k, v in state_dict.items() if k.removeprefix(prefix) not in known}
+        if foreign:
             initial = self.mean.new_zeros(self.mean.shape), self.sigma.new_ones(self.sigma.shape)
             given |= zip(names, batchnorm_statistics(state_dict, prefix, self.eps) or initial, strict=True)
         faults = estimate_faults(state_dict, prefix, self.eps)
@@ -129,9 +153,11 @@ class _RunningNorm(Norm):
         shapes = {tuple(given[name].shape) for name in names if name in given}
         shape = torch.Size(next(iter(shapes), ()))
         whole = len(shapes) == 1 and all(name in given for name in names)
-        if whole and shape[:sets] == self._sets and self._can_hold(shape[sets:]):
+        others = shape != self.mean.shape  # else those that are there are written to: somebody may hold them
+        if whole and others and shape[:sets] == self._sets and self._can_hold(shape[sets:]):
             self.mean, self.sigma = self.mean.new_empty(shape), self.sigma.new_empty(shape)  # filled by torch below
         super()._load_from_state_dict(given, prefix, *rest)
+        self._show()
 
 
 @hinted

@@ -23,7 +23,7 @@ from ..engine.function import stream as stream_eagerly
 from ..engine.listener import PATIENCE
 from ..engine.operators import stream_compiled
 from ..engine.replay import Entry
-from .state import Stateful
+from .saving import Saved
 
 # What computes a call, and what it is given: `engine.function.stream` in training, `stream_compiled` while
 # torch.compile traces, `evaluate` with the latest statistics.
@@ -38,9 +38,10 @@ class Known(NamedTuple):
     state: State
     h2: H2
     among: Any  # the backends that were asked
+    compute: Callable[..., Tensor] | None  # None: there are live statistics
 
 
-class Calls(Stateful):
+class Calls(Saved):
     """The middle of StreamingNorm, between its state and its face."""
 
     @property
@@ -94,7 +95,8 @@ class Calls(Stateful):
             pulse.forwards -= not self._awaits(x, None)
         elif version_of(weight) != pulse.version or pulse.forwards == PATIENCE:
             self._notice(weight)
-        return stream_eagerly, (x, weight, bias, None, (known.plan, None, self._receive, None, False, begins))
+        call = known.plan, None, self._receive, None, False, begins
+        return known.compute or self._stream_and_show, (x, weight, bias, None, call)
 
     def _begin_compiled(self, x: Tensor, mask: Tensor | None, begins: bool) -> Computation:
         state = self._snapshot() if exported() else self._state
@@ -114,6 +116,7 @@ class Calls(Stateful):
         return stream_compiled, (x, self.weight, self.bias, mask, self._name_tag, self.config, state, begins)
 
     def _begin_evaluation(self, x: Tensor, mask: Tensor | None, entry: Entry | None) -> Computation:
+        self._release()
         mean, sigma = self._used(self._state)
         check_memory(mean=mean, sigma=sigma)
         if not self.training:
@@ -140,10 +143,13 @@ class Calls(Stateful):
                 "at first: let the layer and streamnorm.backends.use() be the same in backward"
             )
         fits = None if self._is_special(mask, entry) else plan.backend.steady(plan.prepared)
+        compute = stream_eagerly if self._live is None else None
         if fits is not None:
-            self.__dict__["_known"] = Known(fits, plan, state, H2(state.grads), backends.active())
+            self.__dict__["_known"] = Known(fits, plan, state, H2(state.grads), backends.active(), compute)
         arguments = x, weight, bias, mask, Call(plan, H1(state), self._receive, entry, begins=begins)
-        return (stream_eagerly if state is self._state else self._bind_by), arguments
+        if state is not self._state:
+            return self._bind_by, arguments
+        return compute or self._stream_and_show, arguments
 
     def _is_special(self, mask: Tensor | None, entry: Entry | None) -> bool:
         """Whether the next call like this one has to be looked at, whatever serves it."""
@@ -180,6 +186,7 @@ class Calls(Stateful):
                 self._fold_alike(self._state)
         elif not self.training:
             self._on_evaluation()
+            self._keep_writes()
         if entry is not None:
             entry.kept = stream.copied(self._state)
         return self._look(runner), self._receive
@@ -205,6 +212,13 @@ class Calls(Stateful):
         """A first training call, which binds the layer to a spatial size if it goes through."""
         y: Tensor = stream_eagerly(*arguments)
         self._state = arguments[4].h1.state
+        self._follow()
+        return y
+
+    def _stream_and_show(self, *arguments: Any) -> Tensor:
+        """A training call with live statistics. The state is the layer's own by now, and written in place."""
+        y: Tensor = stream_eagerly(*arguments)
+        self._follow()
         return y
 
     def _receive(self) -> H2:

@@ -12,7 +12,7 @@ from ..backends.memory import outside_inference_mode
 from ..engine.context import Proxy
 from .base import check_count
 from .hints import hinted
-from .loading import BATCHNORM_KEYS
+from .loading import is_batchnorm
 from .ranked import StreamingNorm1d, StreamingNorm2d, StreamingNorm3d
 from .streaming import StreamingNorm
 
@@ -128,7 +128,8 @@ class LazyStreamingNorm(LazyModuleMixin, StreamingNorm):
 
     def _size_in(self, state_dict: Any, prefix: str) -> int:
         """The channels of a layer that was saved; 0 if nothing there depends on them."""
-        names = ["weight", "bias", BATCHNORM_KEYS[0], *(["mean"] if self.ref.channels == "each" else [])]
+        per_channel = self.ref.channels == "each" or is_batchnorm(state_dict, prefix)
+        names = ["weight", "bias", *(["mean", "running_mean"] if per_channel else [])]
         saved = [state_dict.get(prefix + name) for name in names]
         vectors = [each for each in saved if isinstance(each, Tensor) and not is_lazy(each) and each.numel()]
         return vectors[0].shape[0] if vectors and vectors[0].ndim else 0

@@ -28,13 +28,25 @@ def fault(values: Tensor, least: float = -inf, above: float = -inf) -> str | Non
     return f"holds {values[wrong].flatten()[0].item()!r}: must be finite{''.join(bounds)}"
 
 
+def variance(sigma: Tensor, eps: float) -> Tensor:
+    """What stands in `running_var` for a sigma."""
+    return sigma.square() - eps
+
+
+def spread(variance: Tensor, eps: float) -> Tensor:
+    """The sigma of a `running_var`."""
+    return (variance + eps).sqrt()
+
+
 def sigma_fault(sigma: Tensor, eps: float) -> str | None:
     """The same for a sigma, which eps keeps from 0."""
     return fault(sigma, above=0) if eps else fault(sigma, least=0)
 
 
 def is_batchnorm(state_dict: Mapping[str, Any], prefix: str) -> bool:
-    return prefix + "running_mean" in state_dict and prefix + "running_var" in state_dict
+    """Whether it has the statistics of an `nn.BatchNorm`, and not, beside them, those of a norm of ours."""
+    has = [prefix + name in state_dict for name in ("running_mean", "running_var", "mean")]
+    return has == [True, True, False]
 
 
 def batchnorm_faults(state_dict: Mapping[str, Any], prefix: str) -> list[str]:
@@ -61,7 +73,7 @@ def batchnorm_statistics(state_dict: Mapping[str, Any], prefix: str, eps: float)
     # The counter alone says little: it stays 0 in an InstanceNorm, and where an old checkpoint had none.
     if tracked is not None and int(tracked) == 0 and not mean.any() and bool((variance == 1).all()):
         return None
-    return mean, (variance + eps).sqrt()
+    return mean, spread(variance, eps)
 
 
 def started(fresh: State, statistics: Tensor, seen: float) -> State:

@@ -1,4 +1,4 @@
-"""A norm that keeps streams: its state, who may hold it, how it hears of updates, how it is saved and loaded."""
+"""A norm that keeps streams: its state, who may hold it, how it hears of updates."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,18 +14,19 @@ from ..core.algorithm import drop, folded, tested
 from ..core.config import Config
 from ..core.state import FIELDS, H1, Kind, State, Stream
 from ..engine import merging
-from ..engine.context import check_memory
+from ..engine.context import check_memory, transformed
 from ..engine.listener import Listener
-from ..engine.merging import SameGroup, Share
+from ..engine.merging import Share
 from ..engine.updates import listen, loss_scale
-from .base import Device, Norm, moved, setting, statistics_like
-from .loading import BATCHNORM_KEYS, batchnorm_faults, batchnorm_statistics, fault, is_batchnorm, sigma_fault, started
+from .base import Device, moved, setting, statistics_like
+from .live import LiveStatistics
+from .loading import fault, sigma_fault
 
 # Attributes that may be set without a look at how the next call is served: each call asks them, or none does.
 _OF_NO_PLAN = ("training", "_paused", "_dims")
 
 
-class Stateful(Norm, Listener):
+class Stateful(LiveStatistics, Listener):
     """Base of StreamingNorm. The state is written in place, except that what was handed out never changes."""
 
     config: Config
@@ -68,7 +69,10 @@ class Stateful(Norm, Listener):
             raise ValueError(f"{name} has shape {tuple(tensors[name].shape)}: it cannot be set to {tuple(value.shape)}")
         if wrong := self._fault(name, value):
             raise ValueError(f"{name} {wrong}")
-        value = value.detach().to(dtype=tensors[name].dtype, copy=True).contiguous()
+        if transformed() and value.dtype == tensors[name].dtype:  # a copy would be the transform's, and outlive it
+            self._shared = True
+        else:
+            value = value.detach().to(dtype=tensors[name].dtype, copy=True).contiguous()
         self._state = stream.from_dict(tensors | {name: value})
 
     def _fault(self, name: str, value: Tensor) -> str | None:
@@ -102,7 +106,17 @@ class Stateful(Norm, Listener):
 
     def _used(self, state: State) -> tuple[Tensor, Tensor]:
         """Mean and sigma of a call that streams nothing: training does not depend on the memory for evaluation."""
-        return (state.mean, state.sigma) if self.training else tested(self.config, state)
+        return (state.mean, state.sigma) if self.training else self._as_written(*tested(self.config, state))
+
+    def _latest(self) -> tuple[Tensor, Tensor]:
+        return tested(self.config, self._state)
+
+    def _take_over(self, mean: Tensor, sigma: Tensor) -> None:
+        """Until the next training call, which goes by the streams."""
+        if self.eval_memory:
+            self._state = replace(self._state, eval_mean=mean, eval_sigma=sigma)
+        else:
+            self._state = replace(self._state, mean=mean, sigma=sigma)
 
     @property
     def stats(self) -> Stream:
@@ -132,6 +146,7 @@ class Stateful(Norm, Listener):
         """Forget everything: statistics, their gradients, and the spatial size that they are bound to."""
         self._state = stream.new_state(self._initial_shape(), self._state.mean)
         self._forget_merges(None)
+        self._show()
 
     def _forget_merges(self, seen_before: Tensor | None) -> None:
         """The state is another one: what was `seen` at the last merge, if there was one."""
@@ -164,6 +179,7 @@ class Stateful(Norm, Listener):
             self._state = stream.new_state(tuple(state.mean.shape), state.mean)
         stream.write(self._own(), state)
         self.seen_before, self._sized = seen_before, bool(state.mean.numel())
+        self._show()
 
     def _mark_update(self, found_inf: Tensor | None) -> None:
         state = self._own()
@@ -199,136 +215,26 @@ class Stateful(Norm, Listener):
         return state
 
     def _rewinder(self) -> Callable[[], None]:
+        self._keep_writes()
         state, before, sized = self._snapshot(), self.seen_before, self._sized
 
         def restore() -> None:
             self._state, self.seen_before, self._sized = state, before, sized
             self._shared = True
+            self._show()
             self._pulse.version = -1  # whatever happened to the weights since is no news
 
         return restore
 
-    def __getstate__(self) -> dict[str, Any]:
-        # Whoever pickles for another process moves what it is given to shared memory, in place. That must not be the
-        # state that a call may be using; what `share_memory()` has put there already stays where it is.
-        sent = self._state if self._state.mean.untyped_storage().is_shared() else stream.copied(self._state)
-        self.__dict__["_sent"] = sent  # until the other process has it
-        return super().__getstate__() | {"process_group": SameGroup(self.process_group), "_state": sent}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        group = state["process_group"]
-        group = group.group if isinstance(group, SameGroup) else group
-        try:
-            kept = stream.recounted(state["_state"])
-        except AttributeError:
-            raise RuntimeError(
-                f"this {type(self).__name__} was pickled whole by a version of streamnorm that kept another state: "
-                "load it there, save its state_dict(), and load that here"
-            ) from None
-        before = torch.zeros_like(kept.seen)  # of layers that were pickled by versions without merges
-        super().__setstate__({"seen_before": before} | state | {"process_group": group, "_state": kept})
-
     def _apply(self, fn: Any, recurse: bool = True) -> "Stateful":
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        super()._apply(fn, recurse)
         # Copies are moved: a call in another thread may be using the state.
         state = stream.to_dict(stream.copied(self._state))
         self._state = stream.from_dict({name: _moved(name, tensor, fn) for name, tensor in state.items()})
         self.seen_before = _moved("seen", self.seen_before, fn)
         self._shared = False  # nobody else has these
+        self._show()
         return self
-
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        self._settled()
-        for name, tensor in stream.to_dict(self._snapshot()).items():
-            destination[prefix + name] = tensor
-        if self.process_group is not None:
-            destination[prefix + "seen_before"] = self.seen_before.clone()
-
-    def _load_from_state_dict(
-        self,
-        state_dict: Any,
-        prefix: str,
-        local_metadata: Any,
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        names = stream.to_dict(self._state).keys()
-        if prefix + "pending" in state_dict:  # version 1 had one mark for both streams
-            mark = state_dict[prefix + "pending"]
-            state_dict = {key: value for key, value in state_dict.items() if key != prefix + "pending"}
-            state_dict |= {f"{prefix}{name}_pending": mark for name in stream.STREAMS}
-        before = state_dict.get(prefix + "seen_before")  # where windows are merged over processes
-        ours = stream.completed({name: state_dict[prefix + name] for name in names if prefix + name in state_dict})
-        if ours and (local_metadata.get("version") or self._version) > self._version:
-            error_msgs.append(f"{prefix}* was saved by a newer streamnorm (state version {local_metadata['version']})")
-            return
-        foreign = BATCHNORM_KEYS if is_batchnorm(state_dict, prefix) and not ours else ()
-        others = {
-            k: v for k, v in state_dict.items() if k.removeprefix(prefix) not in (*names, *foreign, "seen_before")
-        }
-        super()._load_from_state_dict(others, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
-        self._pulse.version = -1  # weights that were loaded are no update unheard of
-        assign = local_metadata.get("assign_to_params_buffers", False)
-        if foreign:
-            faults = batchnorm_faults(state_dict, prefix)
-            error_msgs.extend(faults)
-            if not faults:
-                self._load_batchnorm(batchnorm_statistics(state_dict, prefix, self.eps), prefix, error_msgs, assign)
-        elif len(ours) < len(names):
-            missing_keys.extend(prefix + name for name in names if name not in ours)
-        else:
-            self._load_state(ours, prefix, assign, error_msgs, before)
-
-    def _load_state(
-        self, loaded: dict[str, Tensor], prefix: str, assign: bool, error_msgs: list[str], seen_before: Tensor | None
-    ) -> None:
-        shape = loaded["mean"].shape
-        template = stream.to_dict(stream.new_state(tuple(shape), self._state.mean))
-        legal = self._can_hold(shape)
-        wrong = [name for name, like in template.items() if not legal or loaded[name].shape != like.shape]
-        error_msgs.extend(
-            f"size mismatch for {prefix}{name}: the checkpoint has {tuple(loaded[name].shape)}, which does not fit "
-            f"{self.num_features} channels, {self.ref} and present statistics of shape {tuple(self.mean.shape)}"
-            for name in wrong
-        )
-        faults = [] if wrong else [(name, self._fault(name, loaded[name])) for name in template]
-        if seen_before is not None:
-            faults.append(("seen_before", fault(seen_before, least=0)))
-        error_msgs.extend(f"{prefix}{name} {words}" for name, words in faults if words)
-        if not wrong and not any(words for _, words in faults):
-            device = None if assign else self._state.seen.device
-            self._state = stream.from_dict(
-                {
-                    name: loaded[name].detach().to(device=device, dtype=like.dtype, copy=True).contiguous()
-                    for name, like in template.items()
-                }
-            )
-            self._forget_merges(self._state.seen if seen_before is None else seen_before)
-
-    def _load_batchnorm(
-        self, statistics: tuple[Tensor, Tensor] | None, prefix: str, error_msgs: list[str], assign: bool
-    ) -> None:
-        """Start the streams from a trained `nn.BatchNorm`, without a warm-up; from nothing if it never saw data."""
-        like = self._state.mean
-        if assign and statistics is not None:
-            like = torch.empty_like(like, device=statistics[0].device)
-        fresh = stream.new_state(self._initial_shape(), like)
-        if statistics is None:
-            self._state = fresh
-            self._forget_merges(None)
-            return
-        both = torch.stack([value.detach().to(like) for value in statistics])
-        if both.shape[1:] != self.mean.shape or self.ref.located:
-            error_msgs.append(
-                f"{prefix}running_mean of shape {tuple(both.shape[1:])} is per channel, the statistics of {self.ref} "
-                f"have shape {tuple(self.mean.shape)}: load an nn.BatchNorm into BA1 or SP2 with as many channels"
-            )
-            return
-        self._state = started(fresh, both, max(self.warmup, 1.0))
-        self._forget_merges(self._state.seen)
 
 
 def _moved(name: str, tensor: Tensor, fn: Any) -> Tensor:

@@ -30,7 +30,8 @@ class StreamingNorm(Calls):
 
     Optimizers of torch tell the layer of weight updates by themselves; see `streamnorm.attach` for the exceptions.
     State: `mean`, `sigma` (the latest s_hat), `stats` (H1), `grads` (H2), `eval_mean`, `eval_sigma` (what evaluation
-    uses), all of it in `state_dict()`.
+    uses), all of it in `state_dict()`. `running_mean` and `running_var` are the latter by the names of `nn.BatchNorm`:
+    tensors that stay the same, and may be written to.
 
     Args:
         num_features: the number of channels C.

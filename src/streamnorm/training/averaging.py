@@ -103,6 +103,7 @@ class _Collector:
     """
 
     def __init__(self, norm: Any) -> None:
+        norm._keep_writes()
         self.norm, self.streaming = norm, isinstance(norm, StreamingNorm)
         like = norm._state.mean if self.streaming else norm.mean
         self.fresh = stream.new_state(norm._initial_shape(), like)
@@ -147,6 +148,7 @@ class _Collector:
                 self.norm._bind(tuple(state.mean.shape))
                 self.norm.mean[index].copy_(state.mean)
                 self.norm.sigma[index].copy_(state.sigma)
+        self.norm._show()
 
     def _commit_streams(self, found: State) -> None:
         """As after a weight update: the next training call opens a new window. No warm-up, and H2 is kept."""

@@ -136,6 +136,9 @@ def _in_one_call(
     opened = [norm._begin_sequence(runner) for norm in whole.norms]
     streamed = [state for state, _ in opened], [receive for _, receive in opened]
     output, final = run_sequence(*whole.tensors, whole.affine, whole.call, runner, *streamed)
+    for norm in whole.norms:
+        if norm._collects:
+            norm._follow()
     return output, final.unbind() if len(start) > 1 else (final,)
 
 
