@@ -22,14 +22,17 @@ from streamnorm import StreamingNorm
 from streamnorm.lab import jobs
 from streamnorm.lab.cli import main, norms, sizes
 from streamnorm.lab.compare import (
+    CLOSE,
     HIGHEST,
     LOWEST,
     NETS,
     NORMS,
+    RUNGS,
     SIZES,
     Entry,
     Plan,
     best_rung,
+    close_rungs,
     next_rungs,
     norms_of,
     rate_of,
@@ -220,12 +223,16 @@ def test_a_cell_is_computed_from_the_runs(compared):
     cell = found.cell(entry)
     runs = [run for run in found.of(entry) if run.rate == cell.rate]
     assert sorted(run.seed for run in runs) == [0, 1]
+    walked = found.walked(entry)
+    for rung in close_rungs(walked):
+        both = [found.accuracy(run, "valid") for run in found.seeds_at(entry, rung).values()]
+        assert len(both) == 2
+        assert fmean(both) <= fmean(found.accuracy(run, "valid") for run in runs)
+    assert max(walked.values()) - walked[RUNGS[cell.rate]] <= CLOSE
     results = [json.loads((compared / "runs" / run.id / "result.json").read_text(encoding="utf-8")) for run in runs]
     accuracies = [100 * (1 - result["curves"]["test_error"][-1]) for result in results]
     assert cell.accuracy == pytest.approx((fmean(accuracies), stdev(accuracies) / math.sqrt(2)))
-    tried = {run.rate: 1 - run.valid_error for run in found.of(entry) if run.seed == 0 and not found.has_diverged(run)}
-    assert tried[cell.rate] == max(tried.values())
-    assert len(tried) < len(found.of(entry))
+    assert len(walked) < len(found.of(entry))
     assert all(len(result["curves"]["epoch"]) == 2 for result in results)  # the last row is of the last tenth
 
 
@@ -273,7 +280,7 @@ def test_what_is_missing_is_shown_as_missing_and_trained_again(copied, capsys):
     output = capsys.readouterr().out
     assert contents(copied) == before
     assert str(copied) not in output
-    assert f"1 of 2 seeds @ {lost.rate:g}" in output
+    assert f"{len(whole.of(entry)) - 1} runs, no rate yet" in output
     assert "\n2x1: streaming" not in output
     assert "1x32: streaming" in output
     assert not (copied / "runs" / lost.id).exists()
@@ -377,6 +384,22 @@ def test_the_rate_is_chosen_by_validation_images_and_not_by_test_images():
     assert found.cell(entry).accuracy == pytest.approx((42, 2))
     turned = [replace(run, valid_error=1 - run.valid_error) for run in better]  # now a neighbour has 60 %
     assert replace(found, runs=turned).rate(entry) is None
+
+
+def test_rates_that_are_close_with_one_seed_are_decided_between_by_all():
+    found = made_up({"streaming": [40, 44]})
+    entry = Entry("resnet-8", "streaming", 2, 1)
+    near = rate_of(entry.start + 1)
+    runs = [replace(run, valid_error=0.51) if run.rate == near else run for run in found.runs]
+    found = replace(found, runs=runs)
+    assert found.missing(entry, 2) == [(entry.start + 1, 1)]
+    assert found.rate(entry) is None
+    assert found.missing(entry, 1) == []
+    other = next(run for run in runs if run.rate == near)
+    for valid, rate in ((0.48, near), (0.5, rate_of(entry.start))):
+        more = replace(found, runs=[*runs, replace(other, seed=1, valid_error=valid, test_error=0.9, id="more")])
+        assert more.rate(entry) == rate
+    assert close_rungs({-5: 40.0, -4: 41.5, -3: 39.9}) == [-5, -4]
 
 
 def test_a_run_that_diverged_counts_as_guessing():

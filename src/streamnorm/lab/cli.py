@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__
+from .compare import CLOSE, NORMS, SIZES, Plan, Size, size_name
 from .compare import NETS as COMPARED
-from .compare import NORMS, SIZES, Plan, Size, size_name
 from .errors import LabError
 from .figures import FIGURES
 from .grid import BATCHES, NETS, SAMPLES, SEEDS, SIZE
@@ -38,7 +38,8 @@ The convolutional networks take longest: for a part of them, --net convolutional
 """
 COMPARE = f"""norms: {", ".join(NORMS)} (WS: weight standardization)
 With the first seed the learning rate goes up and down in factors of 3 until the best on held-out training images has
-a worse one on both sides; the other seeds are trained at that rate. Only the result is measured on test images.
+a worse one on both sides; all seeds are trained there and at rates within {CLOSE:g} points, and the mean of their
+accuracies there decides. Only the result is measured on test images.
 """
 CHECK = """Ends with code 1 if a backend differs from plain torch by more than its tolerance, or from itself.
 """

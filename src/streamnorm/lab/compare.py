@@ -1,7 +1,7 @@
 """The comparison of norms, as data: nets, sizes of batch and window, norms, and the walk to a learning rate.
 
 The unit is an `Entry`: a norm in a net at one size. Its runs differ in learning rate and seed. Rates lie on one ladder,
-1, 3, 10, 30, ...; the first seed walks on it, and the other seeds are trained at the rate it ends at.
+1, 3, 10, 30, ...; the first seed walks on it, and the other seeds are trained at the best rate and those close to it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -53,6 +53,9 @@ LOWEST, HIGHEST = -10, 2
 # Where the walk begins, by samples per update.
 STARTS = {1: -6, 2: -5, 4: -5, FULL: -3}
 GENTLE = 1  # so many rungs lower in nets without convolutions
+# Points within which rates are as good as far as one seed can tell: the standard error of the difference of two
+# accuracies on HELD_OUT images. All seeds are trained at such rates, and decide.
+CLOSE = 1.5
 UNLEARNED = 12.0  # accuracy in per cent, up to which nothing has been learned
 
 
@@ -83,6 +86,12 @@ RUNGS = {rate_of(rung): rung for rung in range(LOWEST, HIGHEST + 1)}
 def best_rung(found: Mapping[int, float], start: int) -> int:
     """By accuracy; of equals the nearest to the start."""
     return max(found, key=lambda rung: (found[rung], -abs(rung - start), -rung))
+
+
+def close_rungs(found: Mapping[int, float]) -> list[int]:
+    """Where a walk may have ended, had the first seed been another."""
+    top = max(found.values())
+    return sorted(rung for rung, accuracy in found.items() if top - accuracy <= CLOSE)
 
 
 def next_rungs(found: Mapping[int, float], start: int) -> list[int]:

@@ -1,7 +1,8 @@
 """What the runs of a comparison have given: one small file per net, the numbers of a cell, and who is ahead.
 
-The learning rate is chosen by the validation images, with the first seed; what is reported of it is the accuracy on the
-test images. A run has diverged by the same rule as in `online`, and then counts as guessing.
+The learning rate is chosen by the validation images: the first seed walks to the best ones, all seeds decide between
+those that are close. What is reported is the accuracy on the test images. A run has diverged by the same rule as in
+`online`, and then counts as guessing.
 """
 
 import json
@@ -9,9 +10,24 @@ import math
 from collections.abc import Iterable
 from dataclasses import asdict, astuple, dataclass, fields, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
-from .compare import NETS, NORMS, RIVALS, RUNGS, Entry, Plan, Size, best_rung, can_run, next_rungs, rate_of, size_name
+from .compare import (
+    NETS,
+    NORMS,
+    RIVALS,
+    RUNGS,
+    Entry,
+    Plan,
+    Size,
+    best_rung,
+    can_run,
+    close_rungs,
+    next_rungs,
+    rate_of,
+    size_name,
+)
 from .online import ABOUT, diverged, row_of
 from .results import PER_CENT, Result, final, mean_and_error
 from .runs import located
@@ -110,25 +126,34 @@ class Compared:
         """Accuracy on the validation images by rung, with the first seed."""
         return {RUNGS[run.rate]: self.accuracy(run, "valid") for run in self.of(entry) if run.seed == 0}
 
+    def seeds_at(self, entry: Entry, rung: int) -> dict[int, Scored]:
+        """The runs at a rung, by seed."""
+        return {run.seed: run for run in self.of(entry) if RUNGS[run.rate] == rung and run.seed < self.plan.seeds}
+
     def rate(self, entry: Entry) -> float | None:
-        """Where the walk has ended; None if it has not."""
-        walked = self.walked(entry)
-        return None if next_rungs(walked, entry.start) else rate_of(best_rung(walked, entry.start))
+        """The best of those that are close, by the mean of all seeds; None while any run is missing."""
+        if self.missing(entry, self.plan.seeds):
+            return None
+        close = close_rungs(self.walked(entry))
+        means = {
+            rung: fmean(self.accuracy(run, "valid") for run in self.seeds_at(entry, rung).values()) for rung in close
+        }
+        return rate_of(best_rung(means, entry.start))
 
     def missing(self, entry: Entry, seeds: int) -> list[tuple[int, int]]:
         """Rungs and seeds that are to be trained next."""
-        rate = self.rate(entry)
-        if rate is None:
-            return [(rung, 0) for rung in next_rungs(self.walked(entry), entry.start)]
-        there = {run.seed for run in self.of(entry) if run.rate == rate}
-        return [(RUNGS[rate], seed) for seed in range(seeds) if seed not in there]
+        walked = self.walked(entry)
+        if rungs := next_rungs(walked, entry.start):
+            return [(rung, 0) for rung in rungs]
+        there = {rung: self.seeds_at(entry, rung) for rung in close_rungs(walked)}
+        return [(rung, seed) for rung, runs in there.items() for seed in range(seeds) if seed not in runs]
 
     def cell(self, entry: Entry) -> Cell | None:
         """None where a run is missing."""
         rate = self.rate(entry)
-        if rate is None or self.missing(entry, self.plan.seeds):
+        if rate is None:
             return None
-        runs = [run for run in self.of(entry) if run.rate == rate and run.seed < self.plan.seeds]
+        runs = self.seeds_at(entry, RUNGS[rate]).values()
         losses = [self.chance["loss"] if run.train_loss is None else run.train_loss for run in runs]
         return Cell(rate, mean_and_error(self.accuracy(run, "test") for run in runs), mean_and_error(losses))
 
@@ -136,10 +161,8 @@ class Compared:
         """In words, of a cell that has no numbers."""
         if not can_run(entry.net, entry.norm, entry.samples):
             return "cannot run"
-        rate, runs = self.rate(entry), self.of(entry)
-        if rate is None:
-            return f"{len(runs)} run{'s' * (len(runs) != 1)}, no rate yet"
-        return f"{sum(run.rate == rate for run in runs)} of {self.plan.seeds} seeds @ {rate:g}"
+        runs = self.of(entry)
+        return f"{len(runs)} run{'s' * (len(runs) != 1)}, no rate yet"
 
     def verdicts(self) -> list[Verdict]:
         """Of all sizes where ours and all its rivals have their runs; those that are lost first."""
