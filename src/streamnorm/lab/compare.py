@@ -41,10 +41,10 @@ NORMS = {
     "streaming": STREAMING,
     "streaming" + WS: STREAMING,
 }
-# Ours, and whom it is measured against: all others that leave the weights as they are, or group norm with the same.
+# Ours, and whom it is measured against: all others without weight standardization, or those that change the weights.
 RIVALS = {
     "streaming": tuple(norm for norm in NORMS if not norm.endswith(WS) and norm != "streaming"),
-    "streaming" + WS: ("group norm" + WS,),
+    "streaming" + WS: ("group norm" + WS, "MABN"),
 }
 ALONE = ("none", "layer norm", "group norm", "group norm" + WS, "FRN + TLU")  # treat each sample by itself
 
