@@ -1,4 +1,5 @@
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,13 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # several processes share the cores
 @pytest.fixture(autouse=True)
 def _seeded():
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _compiles_afresh():
+    """The compiler gives a function up after some compilations, those of other files included."""
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
 
 
 @pytest.fixture(scope="session")
