@@ -14,7 +14,7 @@ demo: $(VENV)/.ready  ## normalizations side by side on the digits data, each at
 	$(RUN) examples/digits.py
 
 test: lint  ## lint, types, all tests
-	$(RUN) -m pytest -n 2 --dist loadfile
+	$(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # MODELS="--library timm --only resnet" tries some of the models, and does not write the page.
 MODELS ?=

@@ -11,6 +11,14 @@ collect_ignore = ["other_device.py", "device_cases.py", "device_processes.py"]  
 settings.register_profile("laws", deadline=None, derandomize=True, max_examples=40)
 settings.load_profile("laws")
 
+# The files that take longest, first: what begins last should be short, as the others wait for it.
+LONGEST = ("test_cli", "test_devices", "test_triton", "test_memory", "test_commands", "test_compile")
+
+
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: item.path.stem not in LONGEST)
+
+
 if "PYTEST_XDIST_WORKER" in os.environ:  # several processes share the cores
     torch.set_num_threads(1)
 

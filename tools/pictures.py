@@ -13,9 +13,11 @@ from typing import Any
 
 from streamnorm.lab.compared import read_compared
 from streamnorm.lab.online import read_online
-from streamnorm.lab.results import read_results
+from streamnorm.lab.results import FigureResults, read_results
+from streamnorm.lab.view.findings import groups
 from streamnorm.lab.view.panels import draw_grid
 from streamnorm.lab.view.plot import draw
+from streamnorm.lab.view.varied import draw_varied
 from streamnorm.lab.view.versus import draw_compared
 
 ROOT = Path(__file__).parent.parent
@@ -26,6 +28,7 @@ sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "examples")]
 
 def pictures(start: str) -> Iterator[Path]:
     """Draws what begins with `start`, and says what it drew."""
+    found: list[FigureResults] = []
     for path in sorted(RESULTS.glob(f"{start}*.json")):
         if path.stem.startswith("compare-"):
             yield from draw_compared(read_compared(path), RESULTS)
@@ -33,6 +36,9 @@ def pictures(start: str) -> Iterator[Path]:
             yield from draw_grid(read_online(path), RESULTS)
         else:
             yield from draw(read_results(path), RESULTS)
+            found.append(read_results(path))
+    for group in groups(found):
+        yield from draw_varied(group, RESULTS)
     for script, folder in (("online_stream", RESULTS / "streams"), ("stream_q", RESULTS / "reinforcement")):
         if folder.name.startswith(start):
             __import__(script).draw(content(folder / "results.json"), folder / "curves.svg")

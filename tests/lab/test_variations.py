@@ -13,6 +13,7 @@ from streamnorm.lab.figures import FIGURES
 from streamnorm.lab.results import read_folder, read_results
 from streamnorm.lab.variations import SETTINGS, read_variation, varied
 from streamnorm.lab.view import findings
+from streamnorm.lab.view.varied import draw_varied
 
 RUN = FIGURES["online"]["LN 32 x 1"]
 PAGE = "# Results\n\n<!-- claims -->\n<!-- end of claims -->\n\nBetween.\n\n<!-- varied -->\n<!-- end of varied -->\n"
@@ -119,6 +120,22 @@ def test_a_claim_keeps_its_line_and_its_sign():
     (row,) = (line for line in text.splitlines() if "streaming ends with a lower test loss than LN" in line)
     assert [cell.strip()[:2] for cell in row.split("|")[2:4]] == ["✗ ", "✓ "]
     assert findings.SIGNS[OPEN] not in findings.SIGNS[REPRODUCED]
+
+
+def test_claims_are_drawn_against_a_factor(tmp_path):
+    def group(*variations):
+        return [replace(results("rnn"), variation=each) for each in variations]
+
+    tried = group({}, {"start": 2.0}, {"start": 8.0})
+    paths = draw_varied(tried, tmp_path)
+    assert [path.name for path in paths] == [f"{findings.drawing_of(tried)}.{kind}" for kind in ("png", "svg")]
+    drawn = paths[1].read_text(encoding="utf-8")
+    for text, _ in findings.lines(tried):
+        assert text in drawn  # the legend
+    assert f"({'../results'}/{paths[0].name})" in findings.varied_part(tried, "../results")
+    for others in (tried[:2], group({}, {"width": 8}, {"width": 9}), group({}, {"start": 2.0}, {"rate": 2.0})):
+        assert draw_varied(others, tmp_path) == []
+        assert findings.varied_part(others, "../results") == findings.varied_table(others)
 
 
 def test_groups_begin_with_what_was_not_varied():

@@ -16,6 +16,7 @@ from .endings import table, verdicts
 SIGNS = {REPRODUCED: "✓", REVERSED: "✗", OPEN: "?", NOT_RUN: "\N{EN DASH}"}
 CLAIMS, VARIED = "claims", "varied"  # the marks that a page must have; those of figures are optional
 AS_IT_IS = "as it is"
+FACTORS, ENOUGH = {"start", "rate"}, 3  # settings by which something is multiplied; results for a drawing of them
 
 
 def fill(path: Path, found: Sequence[FigureResults], folder: Path) -> None:
@@ -26,8 +27,8 @@ def fill(path: Path, found: Sequence[FigureResults], folder: Path) -> None:
 def with_findings(path: Path, found: Sequence[FigureResults], folder: Path) -> str:
     """The page as it is then."""
     page = with_tables(path, CLAIMS, claims_table(judge_all(found)))
-    parts = {VARIED: "\n\n".join(map(varied_table, groups(found)))}
     where = Path(os.path.relpath(folder, path.parent)).as_posix()
+    parts = {VARIED: "\n\n".join(varied_part(group, where) for group in groups(found))}
     parts |= {each.file_name: figure(each, where) for each in found if not each.variation}
     for name, text in parts.items():
         page = filled(page, name, text) or page
@@ -99,6 +100,24 @@ def lines(group: Sequence[FigureResults]) -> list[tuple[str, list[Verdict]]]:
     judged = [judge(each) for each in group]
     rows = [(claims[0].text, list(claims)) for claims in zip(*judged, strict=True)]
     return [(text, claims) for text, claims in rows if any(claim.values for claim in claims)]
+
+
+def factor_of(group: Sequence[FigureResults]) -> str | None:
+    """The setting that alone was varied, if it is a factor with enough values for a drawing."""
+    names = {name for each in group for name in each.variation}
+    return names.pop() if len(names) == 1 and names <= FACTORS and len(group) >= ENOUGH else None
+
+
+def drawing_of(group: Sequence[FigureResults]) -> str:
+    """The name of its file."""
+    return f"{group[0].file_name}-varied-{factor_of(group)}"
+
+
+def varied_part(group: Sequence[FigureResults], where: str) -> str:
+    if factor_of(group) is None:
+        return varied_table(group)
+    shown = f"![claims of {group[0].figure.name} against {factor_of(group)}]({where}/{drawing_of(group)}.png)"
+    return f"{varied_table(group)}\n\n{shown}"
 
 
 def varied_table(group: Sequence[FigureResults]) -> str:
