@@ -8,7 +8,19 @@ import pytest
 import torch
 from torch import nn
 
-from streamnorm import GRU, RNN, RNNCell, StreamingNorm, backends, convert, fuse, paused, to_batchnorm, update_stats
+from streamnorm import (
+    GRU,
+    RNN,
+    GeneralBatchNorm,
+    RNNCell,
+    StreamingNorm,
+    backends,
+    convert,
+    fuse,
+    paused,
+    to_batchnorm,
+    update_stats,
+)
 from streamnorm.core.state import FIELDS, to_dict
 from streamnorm.functional import Config, new_state, streaming_norm, weights_updated
 
@@ -61,7 +73,31 @@ def test_evaluation_averages_over_that_many_samples(place):
                 expected = expected + max(4 / 50, 1 / (k + 1)) * (means[k] - expected)
             norm.weights_updated()
     y = norm.eval()(data[0])
-    assert torch.equal(y, (data[0] - norm.eval_mean.reshape(1, 1, 1, 1)) * (1 / norm.eval_sigma.reshape(1, 1, 1, 1)))
+    by_hand = (data[0] - norm.eval_mean.reshape(1, 1, 1, 1)) * (1 / norm.eval_sigma.reshape(1, 1, 1, 1))
+    torch.testing.assert_close(y, by_hand)
+
+
+@pytest.mark.parametrize("kind", [StreamingNorm, GeneralBatchNorm])
+@pytest.mark.parametrize("scale", [1e-15, 1.0, 1e15])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_one_operation_and_many_evaluate_alike(kind, scale, layout):
+    """Plain inputs are evaluated by one operation of torch's; those with a mask are not."""
+    norm = kind(5, eps=0.0)
+    nn.init.normal_(norm.weight)
+    nn.init.normal_(norm.bias)
+    x = ((torch.randn(4, 5, 3, 3) + 3) * scale).to(memory_format=layout)
+    norm(x)
+    norm.eval()
+    found = []
+    for mask in (None, torch.ones(4, 3, 3, dtype=torch.bool)):
+        given = x.clone().requires_grad_()
+        y = norm(given, mask)
+        y.backward(x / scale)
+        found.append((y.detach(), given.grad, norm.weight.grad, norm.bias.grad))
+        norm.zero_grad(set_to_none=True)
+    for one, many in zip(*found, strict=True):
+        torch.testing.assert_close(one, many, rtol=1e-5, atol=1e-5 * float(many.abs().max()))
+    assert found[0][0].is_contiguous(memory_format=layout)
 
 
 @pytest.mark.parametrize("place", PLACES)

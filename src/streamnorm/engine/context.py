@@ -89,7 +89,11 @@ def refuse_second_derivative(who: str = "streamnorm layers", way_out: str = "") 
 
 def in_memory(tensor: Tensor) -> bool:
     """Whether a tensor has the memory that its shape asks for, as far as that can be asked here."""
-    if torch.compiler.is_compiling() or type(tensor) not in ORDINARY or transformed():
+    return torch.compiler.is_compiling() or transformed() or _in_memory(tensor)
+
+
+def _in_memory(tensor: Tensor) -> bool:
+    if type(tensor) not in ORDINARY:
         return True
     if tensor.layout != torch.strided or not tensor.is_cpu or compat.is_zero_tensor(tensor):
         return True
@@ -98,8 +102,10 @@ def in_memory(tensor: Tensor) -> bool:
 
 def check_memory(**tensors: Tensor | None) -> None:
     """Refuse tensors whose storage was resized under them: torch and the kernels would read beyond its end."""
+    if torch.compiler.is_compiling() or transformed():
+        return
     for name, tensor in tensors.items():
-        if tensor is not None and not in_memory(tensor):
+        if tensor is not None and not _in_memory(tensor):
             raise ValueError(
                 f"{name} of shape {tuple(tensor.shape)} has {tensor.untyped_storage().nbytes()} bytes of memory, fewer "
                 "than its shape needs: the storage was resized or freed; resize it back, or give the values anew"

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from .. import backends
 from ..backends import H2, Plan
+from ..backends.memory import ORDINARY
 from ..core.config import Statistic
 from ..core.statistics import Center, Moments, differentiable_measure, masked, normalize
 from . import compat
@@ -105,9 +106,28 @@ def evaluate(
     x: Tensor, mean: Tensor, sigma: Tensor, weight: Tensor | None, bias: Tensor | None, mask: Tensor | None
 ) -> Tensor:
     """N(x, s) with statistics that are constants: ordinary torch operations, differentiable at will."""
+    if mask is None and _is_plain(x, mean, sigma, weight, bias):
+        # One operation of torch's, with a variance of 1: what is squared might overflow.
+        mean, sigma = mean.reshape(-1), sigma.reshape(-1)
+        gain = sigma.reciprocal() if weight is None else weight / sigma
+        return torch.batch_norm(x, gain, bias, mean, torch.ones_like(mean), False, 0.0, 0.0, False)
     in_place = not (torch.is_grad_enabled() or transformed())
     wide = x.to(torch.promote_types(x.dtype, mean.dtype))
     return normalize(wide, mean, sigma, weight, bias, mask, in_place).to(x.dtype)
+
+
+def _is_plain(x: Tensor, mean: Tensor, sigma: Tensor, *affine: Tensor | None) -> bool:
+    """Whether they are ordinary tensors of one type, with statistics per channel that nobody differentiates by."""
+    if torch.compiler.is_compiling() or transformed() or x.device.type not in ("cpu", "cuda"):
+        return False
+    if x.dtype not in (torch.float32, torch.float64) or not x.numel():
+        return False
+    if mean.shape[1] != x.shape[1] or mean.numel() != x.shape[1] or mean.requires_grad or sigma.requires_grad:
+        return False
+    for each in (x, mean, sigma, *affine):
+        if each is not None and (type(each) not in ORDINARY or each.dtype != x.dtype):
+            return False
+    return x.is_contiguous() or (x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last))
 
 
 class RunSequence(torch.autograd.Function):
