@@ -53,7 +53,7 @@ VIEW = [
     {"__init__", "lines", "looks", "page", "cells", "contest", "endings"},
     {"matrix", "findings"},
     {"plot"},
-    {"report", "panels", "versus"},
+    {"report", "panels", "varied", "versus"},
 ]
 CHECK = [{"__init__"}, {"agreement", "system", "times"}, {"sequences"}, {"cases"}, {"run"}]
 FLOORS = {"lab": LAB, "lab.check": CHECK, "lab.data": DATA, "lab.view": VIEW}

@@ -128,12 +128,18 @@ def test_claims_are_drawn_against_a_factor(tmp_path):
 
     tried = group({}, {"start": 2.0}, {"start": 8.0})
     paths = draw_varied(tried, tmp_path)
-    assert [path.name for path in paths] == [f"{findings.drawing_of(tried)}.{kind}" for kind in ("png", "svg")]
+    (name,) = findings.drawings(tried)
+    assert [path.name for path in paths] == [f"{name}.{kind}" for kind in ("png", "svg")]
+    assert findings.drawings([*tried, *group({"test": "after"})]) == {name: tried}
     drawn = paths[1].read_text(encoding="utf-8")
     for text, _ in findings.lines(tried):
         assert text in drawn  # the legend
     assert f"({'../results'}/{paths[0].name})" in findings.varied_part(tried, "../results")
-    for others in (tried[:2], group({}, {"width": 8}, {"width": 9}), group({}, {"start": 2.0}, {"rate": 2.0})):
+    for others in (
+        tried[:2],
+        group({}, {"width": 8}, {"width": 9}),
+        group({}, {"start": 2.0, "rate": 2.0}, {"rate": 2.0}),
+    ):
         assert draw_varied(others, tmp_path) == []
         assert findings.varied_part(others, "../results") == findings.varied_table(others)
 

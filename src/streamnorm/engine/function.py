@@ -118,7 +118,7 @@ def evaluate(
 
 def _is_plain(x: Tensor, mean: Tensor, sigma: Tensor, *affine: Tensor | None) -> bool:
     """Whether they are ordinary tensors of one type, with statistics per channel that nobody differentiates by."""
-    if torch.compiler.is_compiling() or transformed() or x.device.type not in ("cpu", "cuda"):
+    if torch.compiler.is_compiling() or transformed() or not (x.is_cpu or x.is_cuda):
         return False
     if x.dtype not in (torch.float32, torch.float64) or not x.numel():
         return False

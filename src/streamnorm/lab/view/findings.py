@@ -16,7 +16,7 @@ from .endings import table, verdicts
 SIGNS = {REPRODUCED: "✓", REVERSED: "✗", OPEN: "?", NOT_RUN: "\N{EN DASH}"}
 CLAIMS, VARIED = "claims", "varied"  # the marks that a page must have; those of figures are optional
 AS_IT_IS = "as it is"
-FACTORS, ENOUGH = {"start", "rate"}, 3  # settings by which something is multiplied; results for a drawing of them
+FACTORS, ENOUGH = ("start", "rate"), 3  # settings by which something is multiplied; results for a drawing of them
 
 
 def fill(path: Path, found: Sequence[FigureResults], folder: Path) -> None:
@@ -102,22 +102,15 @@ def lines(group: Sequence[FigureResults]) -> list[tuple[str, list[Verdict]]]:
     return [(text, claims) for text, claims in rows if any(claim.values for claim in claims)]
 
 
-def factor_of(group: Sequence[FigureResults]) -> str | None:
-    """The setting that alone was varied, if it is a factor with enough values for a drawing."""
-    names = {name for each in group for name in each.variation}
-    return names.pop() if len(names) == 1 and names <= FACTORS and len(group) >= ENOUGH else None
-
-
-def drawing_of(group: Sequence[FigureResults]) -> str:
-    """The name of its file."""
-    return f"{group[0].file_name}-varied-{factor_of(group)}"
+def drawings(group: Sequence[FigureResults]) -> dict[str, list[FigureResults]]:
+    """What is drawn of a group, by names of files: results for a factor that alone was varied, if enough."""
+    by_factor = {name: [each for each in group if each.variation.keys() <= {name}] for name in FACTORS}
+    return {f"{group[0].file_name}-varied-{name}": each for name, each in by_factor.items() if len(each) >= ENOUGH}
 
 
 def varied_part(group: Sequence[FigureResults], where: str) -> str:
-    if factor_of(group) is None:
-        return varied_table(group)
-    shown = f"![claims of {group[0].figure.name} against {factor_of(group)}]({where}/{drawing_of(group)}.png)"
-    return f"{varied_table(group)}\n\n{shown}"
+    shown = [f"![claims of {group[0].figure.name}, {name}]({where}/{name}.png)" for name in drawings(group)]
+    return "\n\n".join([varied_table(group), *shown])
 
 
 def varied_table(group: Sequence[FigureResults]) -> str:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from ..results import FigureResults
 from ..store import write_bytes
 from ..variations import SETTINGS
-from .findings import drawing_of, factor_of, lines, varied_table
+from .findings import drawings, lines, varied_table
 from .lines import Line
 from .looks import DASHES, MARKERS, Look
 from .plot import WIDTH, drawn, explain, file_of, style
@@ -21,13 +21,13 @@ NOTE = "above 0 a claim holds; bars: ± one standard error"
 
 
 def draw_varied(group: Sequence[FigureResults], folder: Path) -> list[Path]:
-    """Write the drawing, if there is one of these, as PNG and as SVG, with the numbers as description; the paths."""
-    if factor_of(group) is None:
-        return []
-    paths = [folder / f"{drawing_of(group)}.{kind}" for kind in ("png", "svg")]
-    for path in paths:
-        with style():
-            write_bytes(path, file_of(build_varied(group), path.suffix[1:], varied_table(group)))
+    """Write what there is to draw as PNG and as SVG, with the numbers as description; the paths."""
+    paths = []
+    for name, results in drawings(group).items():
+        for kind in ("png", "svg"):
+            paths.append(folder / f"{name}.{kind}")
+            with style():
+                write_bytes(paths[-1], file_of(build_varied(results), kind, varied_table(results)))
     return paths
 
 
@@ -37,7 +37,8 @@ def build_varied(group: Sequence[FigureResults]) -> "Drawing":
         from matplotlib.figure import Figure as Drawing
 
         drawing = Drawing(figsize=(WIDTH, HEIGHT), layout="constrained")
-        axes, name, first = drawing.subplots(), factor_of(group) or "", group[0]
+        axes, first = drawing.subplots(), group[0]
+        name = next(name for each in group for name in each.variation)
         factors = [float(each.variation.get(name, 1)) for each in group]
         looks, shown = {}, []
         for number, (text, claims) in enumerate(lines(group)):
