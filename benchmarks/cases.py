@@ -174,6 +174,25 @@ def half_precision(shape, layout=torch.contiguous_format):
     }
 
 
+def evaluation(layer, x):
+    layer.eval()
+
+    def call():
+        with torch.no_grad():
+            layer(x)
+
+    return Run(call, layer, x)
+
+
+def evaluated(shape):
+    """A call in evaluation mode, without gradients."""
+    x, norm = torch.randn(shape), nn.BatchNorm2d if len(shape) == 4 else nn.BatchNorm1d
+    return {
+        OURS: lambda: evaluation(StreamingNorm(shape[1]), x),
+        f"nn.{norm.__name__}": lambda: evaluation(norm(shape[1]), x),
+    }
+
+
 def layer_cases():
     images = ("nn.BatchNorm2d", "nn.LayerNorm", "nn.GroupNorm", "F.instance_norm", COPY)
     vectors = ("nn.BatchNorm1d", "nn.LayerNorm", COPY, EMPTY)
@@ -200,6 +219,8 @@ def layer_cases():
             yield Case("kernels/" + "x".join(map(str, shape)), partial(kernels_alone, shape), {COPY: 2.3})
     yield Case("layers/128x512", partial(beside, StreamingNorm, vectors, (128, 512)), {"nn.BatchNorm1d": 0.8})
     yield Case("layers/1x512", partial(beside, StreamingNorm, vectors, (1, 512)), more=300)
+    for shape in ((32, 64, 32, 32), (1, 64, 32, 32), (1, 512)):
+        yield Case("evaluation/" + "x".join(map(str, shape)), partial(evaluated, shape), more=30)
 
 
 def net_b():
