@@ -128,10 +128,6 @@ class _RunningNorm(LiveStatistics):
         self._buffers.update(kept)
         return self
 
-    def __getstate__(self) -> dict[str, Any]:
-        self._keep_writes()
-        return {key: value for key, value in super().__getstate__().items() if key != "_live"}
-
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         self._keep_writes()
         super()._save_to_state_dict(destination, prefix, keep_vars)

@@ -167,6 +167,11 @@ class LiveStatistics(Norm):
         for name, tensor in zip(NAMES, self._made()[:2], strict=True):
             destination[prefix + name] = tensor.detach()  # the same memory
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy keeps what was written, and is held by nobody."""
+        self._keep_writes()
+        return {key: value for key, value in super().__getstate__().items() if key not in ("_live", "_asked")}
+
     def _apply(self, fn: Any, recurse: bool = True) -> "LiveStatistics":
         self._keep_writes()
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]

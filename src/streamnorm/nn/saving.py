@@ -21,8 +21,7 @@ class Saved(Stateful):
         # state that a call may be using; what `share_memory()` has put there already stays where it is.
         sent = self._state if self._state.mean.untyped_storage().is_shared() else stream.copied(self._state)
         self.__dict__["_sent"] = sent  # until the other process has it
-        kept = {key: value for key, value in super().__getstate__().items() if key not in ("_live", "_asked")}
-        return kept | {"process_group": SameGroup(self.process_group), "_state": sent}
+        return super().__getstate__() | {"process_group": SameGroup(self.process_group), "_state": sent}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         group = state["process_group"]

@@ -137,7 +137,7 @@ def _in_one_call(
     streamed = [state for state, _ in opened], [receive for _, receive in opened]
     output, final = run_sequence(*whole.tensors, whole.affine, whole.call, runner, *streamed)
     for norm in whole.norms:
-        if norm._collects:
+        if norm._live is not None and norm._collects:
             norm._follow()
     return output, final.unbind() if len(start) > 1 else (final,)
 
