@@ -413,9 +413,9 @@ def test_a_run_that_diverged_counts_as_guessing():
 @pytest.mark.parametrize(
     ("ours", "theirs", "sentence"),
     [
-        ([39, 41], [39.5, 40.5], "2x1: streaming ties with group norm, +0.0 ± 1.1."),
-        ([37, 39], [39.5, 40.5], "Lost: 2x1: streaming is behind group norm, -2.0 ± 1.1."),
-        ([43, 45], [39.5, 40.5], "2x1: streaming is ahead of group norm, +4.0 ± 1.1."),
+        ([39, 41], [39.5, 40.5], "2x1: streaming ties with group norm, +0.0 ± 1.1 (held out: +0.0)."),
+        ([37, 39], [39.5, 40.5], "Lost: 2x1: streaming is behind group norm, -2.0 ± 1.1 (held out: +0.0)."),
+        ([43, 45], [39.5, 40.5], "2x1: streaming is ahead of group norm, +4.0 ± 1.1 (held out: +0.0)."),
     ],
 )
 def test_within_one_standard_error_of_the_difference_it_is_a_tie(ours, theirs, sentence):
@@ -427,9 +427,17 @@ def test_within_one_standard_error_of_the_difference_it_is_a_tie(ours, theirs, s
 def test_standardized_is_measured_against_standardized_and_lost_ones_come_first():
     cells = {"group norm": [40, 41], "group norm + WS": [50, 51], "streaming": [45, 46], "streaming + WS": [47, 48]}
     assert sentences(made_up(cells)).splitlines() == [
-        "Lost: 2x1: streaming + WS is behind group norm + WS, -3.0 ± 0.7.",
-        "2x1: streaming is ahead of group norm, +5.0 ± 0.7.",
+        "Lost: 2x1: streaming + WS is behind group norm + WS, -3.0 ± 0.7 (held out: +0.0).",
+        "2x1: streaming is ahead of group norm, +5.0 ± 0.7 (held out: +0.0).",
     ]
+
+
+def test_a_difference_on_test_images_stands_beside_that_on_held_out_ones():
+    found = made_up({"group norm": [40, 41], "streaming": [45, 46]})
+    best = rate_of(Entry("resnet-8", "streaming", 2, 1).start)
+    runs = [replace(run, valid_error=0.48 + 0.01 * run.seed) if run.rate == best else run for run in found.runs]
+    runs = [replace(run, valid_error=0.5) if run.norm == "group norm" and run.rate == best else run for run in runs]
+    assert sentences(replace(found, runs=runs)) == "2x1: streaming is ahead of group norm, +5.0 ± 0.7 (held out: +1.5)."
 
 
 def test_nothing_is_said_without_all_runs_or_with_one_seed():

@@ -81,6 +81,7 @@ class Cell:
     rate: float
     accuracy: tuple[float, float]
     loss: tuple[float, float]
+    held_out: float  # accuracy on the validation images
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,8 @@ class Verdict:
     ours: str
     rival: str
     difference: float  # ours - theirs, in per cent
-    error: float  # of the difference
+    error: float  # of the difference, over the seeds
+    held_out: float  # the same difference on the validation images
 
     @property
     def outcome(self) -> str:
@@ -134,11 +136,12 @@ class Compared:
         """The best of those that are close, by the mean of all seeds; None while any run is missing."""
         if self.missing(entry, self.plan.seeds):
             return None
-        close = close_rungs(self.walked(entry))
-        means = {
-            rung: fmean(self.accuracy(run, "valid") for run in self.seeds_at(entry, rung).values()) for rung in close
-        }
+        means = {rung: self.held_out(entry, rung) for rung in close_rungs(self.walked(entry))}
         return rate_of(best_rung(means, entry.start))
+
+    def held_out(self, entry: Entry, rung: int) -> float:
+        """Accuracy on the validation images at a rung, the mean of the seeds."""
+        return fmean(self.accuracy(run, "valid") for run in self.seeds_at(entry, rung).values())
 
     def missing(self, entry: Entry, seeds: int) -> list[tuple[int, int]]:
         """Rungs and seeds that are to be trained next."""
@@ -155,7 +158,8 @@ class Compared:
             return None
         runs = self.seeds_at(entry, RUNGS[rate]).values()
         losses = [self.chance["loss"] if run.train_loss is None else run.train_loss for run in runs]
-        return Cell(rate, mean_and_error(self.accuracy(run, "test") for run in runs), mean_and_error(losses))
+        tested = mean_and_error(self.accuracy(run, "test") for run in runs)
+        return Cell(rate, tested, mean_and_error(losses), self.held_out(entry, RUNGS[rate]))
 
     def state(self, entry: Entry) -> str:
         """In words, of a cell that has no numbers."""
@@ -177,7 +181,8 @@ class Compared:
                     continue
                 rival = max(theirs, key=lambda norm: theirs[norm].accuracy[0])
                 (a, a_error), (b, b_error) = mine.accuracy, theirs[rival].accuracy
-                found.append(Verdict(size, ours, rival, a - b, math.hypot(a_error, b_error)))
+                held_out = mine.held_out - theirs[rival].held_out
+                found.append(Verdict(size, ours, rival, a - b, math.hypot(a_error, b_error), held_out))
         return sorted(found, key=lambda verdict: ("lost", "tie", "won").index(verdict.outcome))
 
     def with_runs(self, results: Iterable[tuple[Entry, int, Result]]) -> "Compared":

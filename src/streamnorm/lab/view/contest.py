@@ -42,7 +42,7 @@ def _sentences(found: Compared) -> list[str]:
 
 
 def _sentence(verdict: Verdict) -> str:
-    by = f"{verdict.difference:+.1f} ± {verdict.error:.1f}"
+    by = f"{verdict.difference:+.1f} ± {verdict.error:.1f} (held out: {verdict.held_out:+.1f})"
     ways = {"lost": "is behind", "tie": "ties with", "won": "is ahead of"}
     mark = "Lost: " if verdict.outcome == "lost" else ""
     return f"{mark}{size_name(verdict.size)}: {verdict.ours} {ways[verdict.outcome]} {verdict.rival}, {by}."
