@@ -4,7 +4,8 @@
 
 The contenders of a case run interleaved in one process, in many short rounds. The ratio ours / theirs is taken per
 round; the table has its median and quartiles, and the median time of one call on each side. Fewer rounds also shorten
-the warm-up. Ctrl-C keeps the cases that are done. Writes results.json, results.md and the figures.
+the warm-up. Ctrl-C keeps the cases that are done. Writes results.json, results.md and the figures: all of it to
+benchmarks/results, a part to build/bench, unless --out says where.
 """
 
 import argparse
@@ -221,10 +222,12 @@ def arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=20, help="rounds per case (default 20)")
     parser.add_argument("--only", default="", metavar="PREFIX", help="cases that begin so, such as layers or growth/b")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder for the results")
+    parser.add_argument("--out", type=Path, help="folder for the results (default benchmarks/results, or build/bench)")
     parser.add_argument("--device", default="cpu", help="where to measure, such as cuda (default cpu)")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="thread counts (default 1 2)")
     chosen = parser.parse_args()
+    here = Path(__file__).parent
+    chosen.out = chosen.out or (here.parent / "build/bench" if chosen.only else here / "results")
     if min(chosen.rounds, *chosen.threads) < 1:
         parser.error("--rounds and --threads must be at least 1")
     if not any(case.name.startswith(chosen.only) for case in CASES):
