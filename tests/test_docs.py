@@ -1,5 +1,6 @@
 """The documents keep their word: examples run, links lead somewhere, the demo and the benchmark work."""
 
+import importlib
 import json
 import re
 import runpy
@@ -307,6 +308,16 @@ def test_the_results_of_the_experiments_are_quoted_as_they_are():
             assert f"<!-- {each.file_name} -->" in page.read_text(encoding="utf-8")
             assert f"(../results/{each.file_name}.png)" in page.read_text(encoding="utf-8")
             assert (folder / f"{each.file_name}.svg").exists()
+
+
+@pytest.mark.parametrize(("options", "folder"), [([], "benchmarks/results"), (["--only", "lay"], "build/bench")])
+def test_a_part_of_the_benchmark_is_not_written_over_the_whole(options, folder, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    monkeypatch.setattr(sys, "argv", ["bench.py", *options])
+    bench = importlib.import_module("bench")
+    assert bench.arguments().out.resolve() == (ROOT / folder).resolve()
+    monkeypatch.setattr(sys, "argv", ["bench.py", *options, "--out", "there"])
+    assert bench.arguments().out == Path("there")
 
 
 def test_the_memory_of_the_benchmark():

@@ -18,9 +18,12 @@ from conformance import BF16, F32, Case, agrees, law_of, layer_of, replayed, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.autograd import forward_ad
+from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
-from streamnorm import SampleNorm, StreamingNorm, backends, kernels
+from streamnorm import GeneralBatchNorm, SampleNorm, StreamingNorm, backends, kernels
 from streamnorm.backends.cpu import binding
 from streamnorm.core.config import SETTINGS, Config
 from streamnorm.core.state import FIELDS, H1, H2
@@ -288,3 +291,183 @@ def test_one_build_serves_every_python_and_torch():
     needed = re.findall(r"NEEDED.*\[(.*)\]", dynamic.stdout)
     assert needed
     assert not [name for name in needed if re.match(r"lib(torch|c10|gomp|omp|iomp|python)", name)]
+
+
+# Evaluation
+
+
+LAYOUTS = {
+    "rows": lambda: torch.randn(6, 5),
+    "rows of a wider matrix": lambda: torch.randn(6, 9)[:, 2:7],
+    "one row": lambda: torch.randn(1, 5),
+    "planes of one": lambda: torch.randn(6, 5, 1),
+    "series": lambda: torch.randn(3, 5, 70),
+    "images": lambda: torch.randn(3, 5, 7, 9),
+    "images of one sample": lambda: torch.randn(2, 5, 7, 9)[1:],
+    "channels last": lambda: torch.randn(3, 5, 7, 9).to(memory_format=torch.channels_last),
+    "volumes": lambda: torch.randn(2, 5, 3, 4, 5),
+    "volumes, channels last": lambda: torch.randn(2, 5, 3, 4, 5).to(memory_format=torch.channels_last_3d),
+    "for two threads": lambda: torch.randn(8, 5, 64, 64),
+    "rows for two threads": lambda: torch.randn(8, 5, 64, 64).to(memory_format=torch.channels_last),
+}
+OTHERWISE = {
+    "columns": lambda: torch.randn(5, 6).T,
+    "every other pixel": lambda: torch.randn(3, 5, 7, 18)[..., ::2],
+    "one sample several times": lambda: torch.randn(1, 5, 7, 9).expand(3, 5, 7, 9),
+    "no sample": lambda: torch.randn(0, 5, 7, 9),
+    "float64": lambda: torch.randn(3, 5, 7, 9).double(),
+    "half": lambda: torch.randn(3, 5, 7, 9).half(),
+}
+
+
+@pytest.fixture
+def served(monkeypatch):
+    """What the kernel for evaluation has answered."""
+    answers = []
+
+    def asked(*arguments):
+        answers.append(binding._native.layer_normalize(*arguments))
+        return answers[-1]
+
+    monkeypatch.setattr(binding, "layer_normalize", asked)
+    return answers
+
+
+def evaluated(kind=StreamingNorm, x=None, **settings):
+    """A layer in evaluation mode that has seen inputs like `x`, and has a gain and a bias."""
+    norm = kind(5, **settings)
+    for parameter in norm.parameters():
+        nn.init.normal_(parameter)
+    norm(torch.randn(16, 5) * 2 + 3)
+    norm.eval()
+    if x is not None:
+        norm(x)
+    return norm
+
+
+@needs_kernels
+@pytest.mark.parametrize(("variant", "threads"), MACHINES)
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_evaluation_that_nobody_differentiates_is_the_ordinary_one(layout, dtype, variant, threads, served):
+    x = LAYOUTS[layout]().to(dtype)
+    for norm in (evaluated(x=x), evaluated(GeneralBatchNorm, x), evaluated(x=x, affine=False)):
+        wanted = norm(x).detach()
+        assert served == []
+        for context in (torch.no_grad, torch.inference_mode):
+            with context(), machine(variant, threads):
+                y = norm(x)
+            assert served.pop() is True
+            assert y.dtype == x.dtype
+            assert y.stride() == wanted.stride()
+            torch.testing.assert_close(y, wanted, rtol=2e-6 if dtype == F32 else 2**-7, atol=2e-6)
+
+
+@needs_kernels
+@pytest.mark.parametrize("layout", OTHERWISE)
+def test_other_inputs_are_left_to_torch(layout, served):
+    x = OTHERWISE[layout]()
+    norm = evaluated(x=x)
+    with torch.no_grad():
+        torch.testing.assert_close(norm(x), norm(x.contiguous()), rtol=1e-3, atol=1e-3)
+    assert served[0] is False
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"x": torch.randn(3, 4, 2)},
+        {"x": torch.randn(3)},
+        {"x": torch.randn(3, 5, 2, device="meta")},
+        {"x": torch.randn(3, 5, 2).to_sparse()},
+        {"x": torch._neg_view(torch.randn(3, 5, 2))},
+        {"x": torch.randn(3, 5, 2).int()},
+        {"mean": None},
+        {"mean": torch.zeros(4)},
+        {"mean": torch.zeros(5).double()},
+        {"mean": torch.zeros(10)[::2]},
+        {"sigma": None},
+        {"sigma": torch.ones(1, 5)},
+        {"gain": torch.ones(6)},
+        {"gain": torch.ones(5).bfloat16()},
+        {"bias": torch.zeros(5, 1)},
+        {"y": torch.full((3, 2, 5), 7.0).transpose(1, 2)},
+        {"y": torch.full((3, 5), 7.0)},
+        {"y": torch.full((3, 5, 2), 7.0).double()},
+        {"y": torch.full((4, 5, 2), 7.0)},
+    ],
+    ids=lambda change: str(
+        {k: None if v is None else (tuple(v.shape), v.dtype, v.device.type) for k, v in change.items()}
+    ),
+)
+def test_a_tensor_that_the_kernel_cannot_read_or_write_is_refused(change):
+    fitting = {"x": torch.randn(3, 5, 2), "mean": torch.zeros(5), "sigma": torch.ones(5)}
+    fitting |= {"gain": torch.ones(5), "bias": torch.zeros(5), "y": torch.full((3, 5, 2), 7.0)}
+    assert binding.layer_normalize(*fitting.values(), 1) is True
+    assert torch.equal(fitting["y"], fitting["x"])
+    given = fitting | {"y": torch.full((3, 5, 2), 7.0)} | change
+    assert binding.layer_normalize(*given.values(), 1) is False
+    assert bool((given["y"] == 7).all())
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", ["x", "mean", "sigma", "gain", "bias", "y"])
+def test_a_tensor_whose_memory_was_taken_away_is_refused(name):
+    tensors = {"x": torch.randn(3, 5, 2), "mean": torch.zeros(5), "sigma": torch.ones(5)}
+    tensors |= {"gain": torch.ones(5), "bias": torch.zeros(5), "y": torch.zeros(3, 5, 2)}
+    tensors[name].untyped_storage().resize_(16)
+    assert binding.layer_normalize(*tensors.values(), 1) is False
+
+
+@needs_kernels
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_whoever_looks_at_an_evaluation_finds_ordinary_operations(served):
+    """Gradients, transforms, tracing, masks and checkpoints: the kernel is not asked."""
+    x = torch.randn(4, 5, 3)
+    norm = evaluated(x=x)
+    wanted = norm(x).detach()
+    mask = torch.ones(4, 3, dtype=torch.bool)
+    with torch.no_grad():
+        found = [norm(x, mask), torch.func.vmap(norm)(x.unsqueeze(0))[0], torch.jit.trace(norm, x)(x)]
+        found.append(torch.func.jvp(norm, (x,), (x,))[0])
+        with forward_ad.dual_level():
+            y, tangent = forward_ad.unpack_dual(norm(forward_ad.make_dual(x, torch.ones_like(x))))
+        found.append(y)
+        last = evaluated(channel_dim=-1)
+        last(x.movedim(1, -1))
+        last.load_state_dict(norm.state_dict())
+        found.append(last(x.movedim(1, -1)).movedim(-1, 1))
+    assert tangent is not None
+    leaf = x.clone().requires_grad_()
+    for reentrant in (True, False):
+        y = checkpoint(norm, leaf, use_reentrant=reentrant)
+        y.sum().backward()
+        found.append(y.detach())
+    for y in found:
+        torch.testing.assert_close(y, wanted, rtol=1e-5, atol=1e-5)
+    assert served == []
+
+
+@needs_kernels
+def test_an_evaluation_uses_what_is_new_about_the_layer(served):
+    """Nothing is remembered from one evaluation to the next."""
+    x = torch.randn(4, 5, 3)
+    norm = evaluated(x=x)
+    changes = [
+        lambda: norm.load_state_dict(evaluated().state_dict()),
+        lambda: norm.weight.data.mul_(2),
+        lambda: setattr(norm, "bias", nn.Parameter(torch.ones(5))),
+        lambda: setattr(norm, "eval_memory", 0),
+        lambda: norm.running_mean.add_(1),
+        lambda: parametrize.register_parametrization(norm, "weight", nn.Softplus()),
+        lambda: norm.reset_running_stats(),
+        lambda: norm.double(),
+    ]
+    for change in changes:
+        change()
+        inputs = x.to(norm.bias.dtype)
+        with torch.no_grad():
+            y = norm(inputs)
+        torch.testing.assert_close(y, norm(inputs).detach(), rtol=1e-5, atol=1e-5)
+    assert True in served

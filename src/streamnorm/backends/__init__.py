@@ -96,6 +96,10 @@ class Backend(Protocol):
     sequences: Any  # whole recurrent layers, see `cpu/sequence.py`; None where there is nothing of that kind
     streams: Any  # F and G alone, for the compiler, a `Streams`; None likewise
 
+    @property
+    def normalize(self) -> "Normalize | None":
+        """A call with constant statistics; None likewise."""
+
     def missing(self) -> str | None:
         """Why it cannot be used in this process at all; None if it can."""
 
@@ -160,6 +164,13 @@ class Streams(Protocol):
         """g, `(2, *statistic)`, is pushed into H2; returns what flows on in its place."""
 
 
+class Normalize(Protocol):
+    """N(x, s), `s` being a vector each over the channels, where nobody differentiates: an evaluation."""
+
+    def __call__(self, x: Tensor, mean: Tensor, sigma: Tensor, gain: Any, bias: Any) -> Tensor | None:
+        """None if it cannot: it looks at all that it reads, and is asked first."""
+
+
 class Plan(NamedTuple):
     """How a call is served. It holds the state that it writes into, never the layer."""
 
@@ -213,6 +224,7 @@ class Active(NamedTuple):
     """The backends that are asked, in this order. Another one is made by each `use`: plans compare it."""
 
     backends: tuple[Backend, ...]
+    normalize: Normalize | None  # of the first that has one
 
 
 def _active(names: list[str]) -> Active:
@@ -226,7 +238,12 @@ def _active(names: list[str]) -> Active:
             raise ValueError(f"backend {name!r} cannot be used here: {missing}")
     chosen = list(dict.fromkeys([*names, PLAIN])) if names else available()
     among = ",".join(chosen)
-    return Active(tuple(known[name] for name in chosen))
+    return _asking(known[name] for name in chosen)
+
+
+def _asking(backends: Iterable[Backend]) -> Active:
+    asked = tuple(backends)
+    return Active(asked, next((each.normalize for each in asked if each.normalize is not None), None))
 
 
 def _from_environment() -> list[str]:
@@ -275,7 +292,7 @@ def use(name: str) -> Iterator[None]:
 def named(names: str) -> Active:
     """The backends of a list such as `among`."""
     known = registered()
-    return Active(tuple(known[name] for name in names.split(",")))
+    return _asking(known[name] for name in names.split(","))
 
 
 class Explained(Protocol):

@@ -57,7 +57,7 @@ class Streams:
 
 
 class Plain:
-    name, rank, sequences, streams = PLAIN, 100, None, Streams()
+    name, rank, sequences, streams, normalize = PLAIN, 100, None, Streams(), None
 
     def missing(self) -> str | None:
         return None

@@ -15,7 +15,7 @@ _aten = torch.ops.aten
 
 
 class TorchOps:
-    name, rank, sequences, streams = "torch_ops", 20, None, None
+    name, rank, sequences, streams, normalize = "torch_ops", 20, None, None, None
 
     def missing(self) -> str | None:
         return None

@@ -12,7 +12,7 @@ from .. import backends
 from ..backends import H1, H2, Plan
 from ..backends.memory import outside_inference_mode
 from ..core import state as stream
-from ..core.algorithm import fold_gradients, fold_statistics
+from ..core.algorithm import fold_gradients, fold_statistics, tested
 from ..core.config import EXACT
 from ..core.state import State
 from ..engine import replay
@@ -28,6 +28,10 @@ from .saving import Saved
 # What computes a call, and what it is given: `engine.function.stream` in training, `stream_compiled` while
 # torch.compile traces, `evaluate` with the latest statistics.
 Computation = tuple[Callable[..., Tensor], tuple[Any, ...]]
+
+
+def _given(y: Tensor) -> Tensor:
+    return y
 
 
 class Known(NamedTuple):
@@ -67,6 +71,10 @@ class Calls(Saved):
             self._remember_step()
         if torch.compiler.is_compiling():
             return self._begin_compiled(*self._to_channels_first(x, mask), step == 0)
+        if mask is None and self._live is None:
+            y = self._at_once(x, *tested(self.config, self._state))
+            if y is not None:
+                return _given, (y,)
         known = self._as_before(x, step == 0) if mask is None else None
         if known is not None:
             return known

@@ -48,7 +48,7 @@ KNOWN = tuple(name for name in SETTINGS if name in _WRITTEN)  # and `ref`, which
 _FIELDS = tuple(map(" ".join, (KNOWN, H1_NAMES, H2_NAMES)))
 _record = struct.Struct("".join(_WRITTEN[name][0] for name in KNOWN))
 
-fitting = getattr(_native, "fields", tuple)() == _FIELDS and hasattr(_native, "find_threads")
+fitting = getattr(_native, "fields", tuple)() == _FIELDS and hasattr(_native, "layer_normalize")
 mismatch = _native is not None and not fitting
 if mismatch:  # built for other settings, another state, or by a version with fewer functions
     _native = None
@@ -200,6 +200,10 @@ Layout = tuple[int, int, int, int, int]  # rows, samples, channels, space, strid
 layer_forward: Callable[..., None] = getattr(_native, "layer_forward", None)  # type: ignore[assignment]
 layer_repeat: Callable[..., None] = getattr(_native, "layer_repeat", None)  # type: ignore[assignment]
 layer_backward: Callable[..., None] = getattr(_native, "layer_backward", None)  # type: ignore[assignment]
+
+# N(x, s) where s are constants: layer_normalize(x, mean, sigma, gain, bias, y, threads). It looks at all tensors:
+# False, with nothing written, if any of them is not as the kernels read it.
+layer_normalize: Callable[..., bool] = getattr(_native, "layer_normalize", None)  # type: ignore[assignment]
 
 # F and G alone: settings, H1 or H2, channels; then elements, samples, whether they are new, and the addresses of mean,
 # sigma and what is kept; or those of what is kept and g, which is replaced by what flows on.

@@ -11,7 +11,8 @@
 #include "sequence.h"
 
 template <class T>
-constexpr LayerKernels<T> layer_kernels = {layer_forward<T>, layer_repeat<T>, layer_backward<T>};
+constexpr LayerKernels<T> layer_kernels = {layer_forward<T>, layer_repeat<T>, layer_normalize<T>,
+                                             layer_backward<T>};
 
 const Kernels kernels = {push_statistics,         push_gradients,   layer_kernels<float>,
                          layer_kernels<Bfloat16>, sequence_forward, sequence_backward};

@@ -130,24 +130,28 @@ inline void stream_rows(const LayerOf<T>& call, Kept kept, double* sums) {
 
 // ---- forward -------------------------------------------------------------------------------------------------------
 
+// Channel c of sample n.
+template <class T>
+inline void normalize_plane(const LayerOf<T>& call, int64_t n, int64_t c, const float* mean, const float* sigma, T* y) {
+    const float scale = (call.gain ? call.gain[c] : 1.0f) / sigma[c], shift = call.bias ? call.bias[c] : 0.0f;
+    const float m = mean[c];
+    const int64_t at = (n * call.channels + c) * call.space;
+    map_run(call.space, y + at, [=](float x) { return (x - m) * scale + shift; }, call.x + at);
+}
+
 template <class T>
 inline void normalize_group(const LayerOf<T>& call, int64_t first, int64_t last, const float* mean, const float* sigma,
                             T* y) {
     for (int64_t n = call.samples - 1; n >= 0; n--)  // from the end, which is still in the cache
-        for (int64_t c = first; c < last; c++) {
-            const float scale = (call.gain ? call.gain[c] : 1.0f) / sigma[c], shift = call.bias ? call.bias[c] : 0.0f;
-            const float m = mean[c];
-            const int64_t at = (n * call.channels + c) * call.space;
-            map_run(call.space, y + at, [=](float x) { return (x - m) * scale + shift; }, call.x + at);
-        }
+        for (int64_t c = first; c < last; c++) normalize_plane(call, n, c, mean, sigma, y);
 }
 
 template <class T>
-inline void normalize_rows(const LayerOf<T>& call, Kept kept, float* scale, T* y) {
+inline void normalize_rows(const LayerOf<T>& call, const float* mean, const float* sigma, float* scale, T* y) {
     const int64_t channels = call.channels;
-    find_units(call.gain, kept.sigma_hat, 0, channels, scale);
+    find_units(call.gain, sigma, 0, channels, scale);
     share_out(call.samples, workers(call), [&](int64_t begin, int64_t end, int64_t) {
-        const float *by = scale, *mean = kept.mean_hat;
+        const float* by = scale;
         rows_from_the_end(begin, end, channels, [&](int64_t row) {
             const T* in = call.x + row * call.stride;
             T* out = y + row * channels;
@@ -172,7 +176,7 @@ void layer_forward(const LayerOf<T>& call, T* y) {
 
     if (call.rows) {
         stream_rows(call, kept, sums);
-        normalize_rows(call, kept, (float*)sums, y);
+        normalize_rows(call, kept.mean_hat, kept.sigma_hat, (float*)sums, y);
         return;
     }
     const bool steady = !starts(set, state) && warm_up(set, *state.seen + n) == 1;
@@ -200,15 +204,20 @@ void layer_forward(const LayerOf<T>& call, T* y) {
 }
 
 template <class T>
+void layer_normalize(const LayerOf<T>& call, const float* mean, const float* sigma, T* y) {
+    if (call.rows)
+        normalize_rows(call, mean, sigma, (float*)workspace(scratch_of(call)), y);
+    else  // in the order of memory
+        share_out(call.samples * call.channels, workers(call), [&](int64_t begin, int64_t end, int64_t) {
+            for (int64_t i = begin; i < end; i++)
+                normalize_plane(call, i / call.channels, i % call.channels, mean, sigma, y);
+        });
+}
+
+template <class T>
 void layer_repeat(const LayerOf<T>& call, T* y) {
     const Kept kept(call.kept, call.channels);
-    if (call.rows) {
-        normalize_rows(call, kept, (float*)workspace(scratch_of(call)), y);
-        return;
-    }
-    each_group(call, [&](int64_t first, int64_t last) {
-        normalize_group(call, first, last, kept.mean_hat, kept.sigma_hat, y);
-    });
+    layer_normalize(call, kept.mean_hat, kept.sigma_hat, y);
 }
 
 // ---- backward ------------------------------------------------------------------------------------------------------

@@ -104,6 +104,12 @@ class Cpu:
         binding.layer_repeat(*of, *prepared.layout, torch.get_num_threads(), *map(address, tensors))
         return y, (), kept
 
+    def normalize(self, x: Tensor, mean: Tensor, sigma: Tensor, gain: Any, bias: Any) -> Tensor | None:
+        if not x.is_cpu:
+            return None
+        y = torch.empty_like(x)
+        return y if binding.layer_normalize(x, mean, sigma, gain, bias, y, torch.get_num_threads()) else None
+
     def backward(
         self, plan: Plan, dy: Tensor, x: Tensor, weight: Any, mask: Any, saved: Any, kept: Any, h2: H2, needs: Any
     ) -> Gradients:

@@ -276,8 +276,11 @@ bool is_plain(PyObject* tensor, PyObject* dtype, int64_t numbers = -1) {
     PyObject* found = PyObject_GetAttr(tensor, words.dtype);
     Py_XDECREF(found);
     const int64_t size = dtype == words.float32 ? sizeof(float) : dtype == words.bfloat16 ? sizeof(Bfloat16) : 0;
-    return size && found == dtype && has(tensor, words.is_cpu) && !has(tensor, words.is_nested) &&
-           !does(tensor, words.is_neg) && has_memory(tensor, numbers, size);
+    const bool plain = size && found == dtype && has(tensor, words.is_cpu) && !has(tensor, words.is_nested) &&
+                       !does(tensor, words.is_neg) && has_memory(tensor, numbers, size);
+    const bool asked = !PyErr_Occurred();
+    PyErr_Clear();  // a sparse tensor has no storage
+    return asked && plain;
 }
 
 bool is_vector(PyObject* tensor, PyObject* dtype, int64_t size) {  // or None in its place
@@ -361,6 +364,85 @@ PyObject* fits(PyObject*, PyObject* const* args, Py_ssize_t count) {
     return PyErr_Occurred() ? nullptr : PyBool_FromLong(result);
 }
 
+// How the kernels read x, `(N, C, ...)`, as `_layout` of layer.py has it; false where they do not.
+struct Layout {
+    int64_t rows, samples, channels, space, stride;
+    bool gaps;  // between rows, or channels that lie side by side: the output is not simply contiguous
+};
+
+bool lay_out(PyObject* x, Layout& out) {
+    const int MOST = 8;
+    PyObject *shape = PyObject_GetAttr(x, words.shape), *strides = PyObject_CallMethodObjArgs(x, words.stride, nullptr);
+    const Py_ssize_t dims = shape && strides ? PyTuple_Size(shape) : 0;
+    int64_t size[MOST], stride[MOST], numbers = 1;
+    const bool few = dims >= 2 && dims <= MOST;
+    for (Py_ssize_t i = 0; few && i < dims; i++) {
+        size[i] = PyLong_AsLongLong(PyTuple_GetItem(shape, i));
+        stride[i] = PyLong_AsLongLong(PyTuple_GetItem(strides, i));
+        numbers *= size[i];
+    }
+    Py_XDECREF(shape);
+    Py_XDECREF(strides);
+    if (!few || numbers == 0) return false;
+    int64_t plain = 1, last = size[1];  // the strides to expect: of planes, and with channels side by side
+    bool planes = true, side_by_side = size[1] == 1 || stride[1] == 1;
+    for (Py_ssize_t i = dims - 1; i >= 0; i--) {
+        planes &= size[i] == 1 || stride[i] == plain;
+        plain *= size[i];
+        if (i == 1) continue;
+        side_by_side &= size[i] == 1 || stride[i] == last || dims == 2;
+        last *= size[i];
+    }
+    const int64_t space = numbers / (size[0] * size[1]);
+    const bool rows = dims == 2 || !planes || space == 1;
+    if (rows && !side_by_side) return false;
+    const int64_t step = dims == 2 && size[0] > 1 ? stride[0] : size[1];
+    out = rows ? Layout{1, size[0] * space, size[1], 1, step, dims > 2 && !planes}
+               : Layout{0, size[0], size[1], space, 0, false};
+    return true;
+}
+
+template <class T>
+PyObject* normalize(const LayerKernels<T>& with, PyObject* const* args, const Layout& layout, int64_t threads) {
+    LayerOf<T> call{};
+    call.rows = layout.rows, call.samples = layout.samples, call.channels = layout.channels;
+    call.space = layout.space, call.stride = layout.stride, call.threads = threads;
+    const auto at = [](PyObject* tensor) { return tensor == Py_None ? 0 : number(tensor, words.data_ptr); };
+    call.x = reinterpret_cast<const T*>(at(args[0]));
+    const float *mean = reinterpret_cast<const float*>(at(args[1])), *sigma = reinterpret_cast<const float*>(at(args[2]));
+    call.gain = reinterpret_cast<const float*>(at(args[3])), call.bias = reinterpret_cast<const float*>(at(args[4]));
+    T* y = reinterpret_cast<T*>(at(args[5]));
+    if (PyErr_Occurred()) return nullptr;
+    PyObject* done = released([&] { with.normalize(call, mean, sigma, y); });
+    if (!done) return nullptr;
+    Py_DECREF(done);
+    Py_RETURN_TRUE;
+}
+
+// layer_normalize(x, mean, sigma, gain, bias, y, threads): N(x, s) into y. False, and nothing is written, if any of them
+// is not as the kernels read it.
+PyObject* layer_normalize(PyObject*, PyObject* const* args, Py_ssize_t count) {
+    if (!counted(count, 7)) return nullptr;
+    PyObject *x = args[0], *y = args[5], *dtype = PyObject_GetAttr(x, words.dtype);
+    Py_XDECREF(dtype);  // it is torch's
+    const int64_t threads = PyLong_AsLongLong(args[6]);
+    Layout layout;
+    bool fits = args[1] != Py_None && args[2] != Py_None && is_plain(x, dtype) && lay_out(x, layout);
+    for (int i = 1; fits && i < 5; i++) fits = is_vector(args[i], words.float32, layout.channels);
+    if (fits) {
+        PyObject *shape = PyObject_GetAttr(x, words.shape), *stride = PyObject_CallMethodObjArgs(x, words.stride, nullptr);
+        fits = shape && stride && is_plain(y, dtype) && equals(PyObject_GetAttr(y, words.shape), shape) &&
+               (layout.gaps ? equals(PyObject_CallMethodObjArgs(y, words.stride, nullptr), stride)
+                            : does(y, words.is_contiguous));
+        Py_XDECREF(shape);
+        Py_XDECREF(stride);
+    }
+    if (PyErr_Occurred()) return nullptr;
+    if (!fits) Py_RETURN_FALSE;
+    return dtype == words.bfloat16 ? normalize(kernels->bfloat16, args, layout, threads)
+                                   : normalize(kernels->float32, args, layout, threads);
+}
+
 PyObject* use(PyObject*, PyObject* name) {
     PyObject* ascii = PyUnicode_AsASCIIString(name);
     if (!ascii) return nullptr;
@@ -413,6 +495,7 @@ PyMethodDef methods[] = {
     {"layer_forward", FAST(layer_forward), nullptr},
     {"layer_repeat", FAST(layer_repeat), nullptr},
     {"layer_backward", FAST(layer_backward), nullptr},
+    {"layer_normalize", FAST(layer_normalize), nullptr},
     {"push_statistics", FAST(push_statistics), nullptr},
     {"push_gradients", FAST(push_gradients), nullptr},
     {"sequence_forward", FAST(sequence_forward), nullptr},

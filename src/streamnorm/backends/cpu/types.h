@@ -87,6 +87,7 @@ template <class T>
 struct LayerKernels {
     void (*forward)(const LayerOf<T>&, T* y);
     void (*repeat)(const LayerOf<T>&, T* y);  // N(x, s_hat) from what a call kept: nothing is streamed
+    void (*normalize)(const LayerOf<T>&, const float* mean, const float* sigma, T* y);  // N(x, s), s being constants
     // `dx` may be null; `scale`: of the loss, 1 without a scaler.
     void (*backward)(const LayerOf<T>&, const T* dy, float scale, T* dx, float* dgain, float* dbias);
 };

@@ -37,7 +37,7 @@ class Prepared(NamedTuple):
 
 
 class Triton:
-    name, sequences, streams = "triton", Sequences(), Streams()
+    name, sequences, streams, normalize = "triton", Sequences(), Streams(), None
     # No other backend but plain torch serves a GPU. Run by NumPy it serves the CPU, where it is for tests only.
     rank = 99 if INTERPRETED else 15
 
