@@ -41,7 +41,7 @@ from streamnorm.lab.results import read_folder
 from streamnorm.lab.runs import Norm
 from streamnorm.lab.scales import SCALES, scaled
 from streamnorm.lab.variations import varied
-from streamnorm.lab.view.cells import fill, filled, markdown, table, verdicts
+from streamnorm.lab.view.cells import fill, filled, heading, markdown, table, verdicts
 
 ROOT = Path(__file__).parents[2]
 PAGE, RESULTS = ROOT / "docs/measured/online.md", ROOT / "docs/results"
@@ -200,6 +200,7 @@ def test_a_cell_is_computed_from_the_runs(measured):
     assert [result["settings"]["rates"][0][0] for result in results] == [0.014] * 2
     accuracies = [100 * (1 - result["curves"]["test_error"][-1]) for result in results]
     cell = found.cell("layer norm", 2, 1)
+    assert cell.chosen_by[0.01] == fmean(100 * (1 - result["curves"]["valid_error"][-1]) for result in results)
     assert cell.rate == 0.01
     assert cell.best == (fmean(accuracies), stdev(accuracies) / math.sqrt(2))
     assert cell.median == (cell.best[0] + 10) / 2  # the other rate is as good as guessing
@@ -366,6 +367,21 @@ def test_best_median_and_errors_of_a_cell():
     assert cell.diverged == {0.01: 0, 0.02: 1, 0.03: 0}
     assert "32.0 (30.0) [1]" in table(found)
     assert "| streaming | 32.0 ± 2.0 @ 0.01 (30.0) [1] |" in markdown(found)
+
+
+def test_the_rate_is_chosen_by_images_that_are_held_out():
+    """And what is shown is the accuracy on the test images. Older files have none: the test images choose."""
+    found = made_up("recurrent", [[30, 34], [50, 52]], [[40, 40]] * 2)
+    assert found.cell("streaming", 1, 1).rate == pytest.approx(0.02)
+    assert "; the best rate by the test images" in heading(found)
+    errors = {0.01: 0.5, 0.02: 0.6}
+    runs = [replace(run, valid_error=errors[run.rate]) for run in found.runs]
+    chosen = replace(found, grid=replace(found.grid, held_out=300), runs=runs)
+    assert chosen.cell("streaming", 1, 1).rate == pytest.approx(0.01)
+    assert chosen.cell("streaming", 1, 1).best == pytest.approx((32, 2))
+    assert "; the best rate by 300 held-out images" in heading(chosen)
+    wild = [replace(run, test_loss=24.0) if run.rate == 0.01 else run for run in runs]
+    assert replace(chosen, runs=wild).cell("streaming", 1, 1).rate == pytest.approx(0.02)
 
 
 def test_an_absurd_loss_is_divergence_and_the_limit_is_ten_times_guessing():

@@ -46,6 +46,8 @@ def run_grid(
 
 def _there(grid: Grid, before: Online | None, load: Loader, root: Path, path: Path) -> Online:
     """By the runs that are there, and by `before`, the results in the file `path`, where there are none."""
+    if before is not None:  # as they were measured
+        grid = replace(grid, held_out=before.grid.held_out)
     if before is not None and not root.exists():
         return replace(before, grid=grid, runs=_rows(grid, before.fingerprint, {}, before.runs))
     unique = list(dict.fromkeys(run for run, _ in grid.runs()))

@@ -10,7 +10,7 @@ from .claims import judge, judge_all
 from .compare import Plan, norms_of
 from .errors import LabError
 from .figures import FIGURES, Figure
-from .grid import Grid, rates_of
+from .grid import Grid, held_out_of, rates_of
 from .results import read_folder
 from .runs import IMAGES
 from .scales import SCALES
@@ -103,8 +103,9 @@ def bench_online(
 
     Without `training` nothing is written but the page, unless `rewriting`.
     """
-    size = min(size, IMAGES[data])
-    grids = [Grid(net, samples, batches, _rates(net, rates), seeds, size, data, device) for net in dict.fromkeys(nets)]
+    held_out = held_out_of(data)
+    of_all = seeds, min(size, IMAGES[data] - held_out), data, device, held_out
+    grids = [Grid(net, samples, batches, _rates(net, rates), *of_all) for net in dict.fromkeys(nets)]
     _check_folder(data_folder)
     if page is not None:
         for grid in grids:

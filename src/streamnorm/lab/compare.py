@@ -7,7 +7,7 @@ The unit is an `Entry`: a norm in a net at one size. Its runs differ in learning
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from .grid import DEFAULT
+from .grid import DEFAULT, held_out_of
 from .runs import DEFAULT_DEVICE, IMAGES, Norm, Run, file_name
 
 Size = tuple[int, int]  # samples per batch, batches per update
@@ -21,7 +21,7 @@ SIZES: tuple[Size, ...] = ((1, 1), (2, 1), (4, 1), (1, 32), (2, 16), (32, 1))
 FIRST: tuple[Size, ...] = ((2, 1), (1, 32))  # in the order of the work; the others follow
 FULL = 32  # samples per update, from which on a run is the longer one
 IMAGES_SEEN = {False: (6_000, 1), True: (8_000, 2)}  # images and passes, by whether the window is full
-HELD_OUT, TEST_SIZE, SEEDS = 2_000, 4_000, 3
+TEST_SIZE, SEEDS = 4_000, 3
 MOMENTUM = 0.9
 DECAY = 0.5  # share of the training, at its end, in which the rate falls to 0: see docs/measured/compare.md
 TAIL = 0.1  # share of the training, at its end, that the training loss is of
@@ -54,7 +54,7 @@ LOWEST, HIGHEST = -10, 2
 STARTS = {1: -6, 2: -5, 4: -5, FULL: -3}
 GENTLE = 1  # so many rungs lower in nets without convolutions
 # Points within which rates are as good as far as one seed can tell: the standard error of the difference of two
-# accuracies on HELD_OUT images. All seeds are trained at such rates, and decide.
+# accuracies on the images held out. All seeds are trained at such rates, and decide.
 CLOSE = 1.5
 UNLEARNED = 12.0  # accuracy in per cent, up to which nothing has been learned
 
@@ -141,7 +141,7 @@ class Entry:
 
     def run(self, rung: int, seed: int, size: int | None = None, data: str = "cifar10") -> Run:
         """`size`: images to train on at most."""
-        held_out = min(HELD_OUT, IMAGES[data] // 5)
+        held_out = held_out_of(data)
         images, passes = IMAGES_SEEN[self.window >= FULL]
         images = min(images, IMAGES[data] - held_out, size or images)
         batches = passes * (images // self.window) * self.batches

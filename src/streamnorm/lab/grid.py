@@ -7,13 +7,14 @@ batches per update; its runs differ in learning rate and seed. A `Grid` is all p
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from .runs import DEFAULT_DEVICE, ONCE, Norm, Run, file_name
+from .runs import DEFAULT_DEVICE, IMAGES, ONCE, Norm, Run, file_name
 
 SAMPLES, BATCHES = (1, 2, 4, 8, 32), (1, 8, 32)
 # For one sample per update; multiplied by the root of the samples per update.
 RATES = (0.0003, 0.001, 0.003, 0.01, 0.03)
 CONV_RATES = (0.001, 0.01, 0.1)
 SIZE, TEST_SIZE, SEEDS = 4_000, 2_000, 3
+HELD_OUT = 2_000  # training images at most, which choose the learning rate
 
 NETS = {
     "fully-connected": Run("A", Norm("none"), width=128),
@@ -54,7 +55,7 @@ class Place:
     def rate(self, base: float) -> float:
         return float(f"{base * (self.samples * self.batches) ** 0.5:.2g}")
 
-    def run(self, base: float, seed: int, size: int, data: str = "cifar10") -> Run:
+    def run(self, base: float, seed: int, size: int, data: str = "cifar10", held_out: int = 0) -> Run:
         """A run of this place. Where the guard or the memory for evaluation have nothing to do, it is without them."""
         # Need torch, and the command line reads this file to answer at once.
         from ..core.algorithm import ALIKE, FULL
@@ -76,9 +77,14 @@ class Place:
             data=data,
             train_size=size,
             test_size=TEST_SIZE,
+            held_out=held_out,
             evaluate=ONCE,
             seed=seed,
         )
+
+
+def held_out_of(data: str) -> int:
+    return min(HELD_OUT, IMAGES[data] // 5)
 
 
 def is_convolutional(net: str) -> bool:
@@ -110,7 +116,10 @@ def places(net: str, samples: Sequence[int] = SAMPLES, batches: Sequence[int] = 
 
 @dataclass(frozen=True)
 class Grid:
-    """What is measured of one network. `rates`: for one sample per update."""
+    """What is measured of one network. `rates`: for one sample per update.
+
+    `held_out`: training images that choose the rate; 0 in older files, where the test images do.
+    """
 
     net: str
     samples: tuple[int, ...]
@@ -120,6 +129,7 @@ class Grid:
     size: int
     data: str
     device: str = DEFAULT_DEVICE
+    held_out: int = 0
 
     @property
     def file_name(self) -> str:
@@ -147,7 +157,7 @@ class Grid:
         for seed in range(self.seeds):
             for place in places(self.net, self.samples, self.batches):
                 for base in self.rates:
-                    run = replace(place.run(base, seed, self.size, self.data), device=self.device)
+                    run = replace(place.run(base, seed, self.size, self.data, self.held_out), device=self.device)
                     found.setdefault((run, base), []).append(place)
         return found
 

@@ -1,5 +1,6 @@
 """What the runs of a grid have given: one small file per network, and the numbers that tables and goals read.
 
+The best learning rate is chosen by images that are held out; in older files, which have none, by the test images.
 One rule for all norms: a run has diverged if a loss is not finite or the test loss is ten times that of guessing, and
 then counts as guessing. Only cells with all their runs have numbers.
 """
@@ -10,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, astuple, dataclass, fields, replace
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any, cast
+from typing import Any
 
 from .grid import NETS, NORMS, Grid, can_run
 from .results import PER_CENT, Result, mean_and_error
@@ -31,6 +32,7 @@ ROW = {
     "train_loss": (float, None),
     "seconds": float,
     "id": str,
+    "valid_error": (float, None),
 }
 ABOUT = ("note", "fingerprint", "versions", "chance")  # a grid: what a file says of it in one field each
 
@@ -50,10 +52,12 @@ class Trained:
     train_loss: float | None
     seconds: float
     id: str
+    valid_error: float | None = None
 
     @classmethod
     def of(cls, norms: Iterable[str], rate: float, result: Result) -> "Trained":
-        return cls(norms=tuple(norms), rate=rate, **row_of(result, ("test_error", "test_loss", "train_loss")))
+        ends = ("test_error", "test_loss", "train_loss", "valid_error")
+        return cls(norms=tuple(norms), rate=rate, **row_of(result, ends))
 
 
 def row_of(result: Result, ends: Iterable[str]) -> dict[str, Any]:
@@ -73,11 +77,12 @@ class Cell:
 
     diverged: dict[float, int]  # runs, by rate
     means: dict[float, tuple[float, float]]  # accuracy in per cent and its standard error over the seeds, by rate
+    chosen_by: dict[float, float]  # accuracy that chooses the rate
 
     @property
     def rate(self) -> float:
         """The best one."""
-        return max(self.means, key=lambda rate: self.means[rate][0])
+        return max(self.chosen_by, key=lambda rate: self.chosen_by[rate])
 
     @property
     def best(self) -> tuple[float, float]:
@@ -107,9 +112,15 @@ class Online:
         return diverged(run.outcome, run.test_loss, self.chance)
 
     def accuracy(self, run: Trained) -> float:
-        """In per cent; that of guessing where the run has diverged."""
-        guessed = run.test_error is None or self.has_diverged(run)
-        return PER_CENT * (1 - (self.chance["error"] if guessed else cast(float, run.test_error)))
+        """On the test images in per cent; that of guessing where the run has diverged."""
+        return self._accuracy(run, run.test_error)
+
+    def choosing(self, run: Trained) -> float:
+        """The same on the images that choose the rate."""
+        return self._accuracy(run, run.valid_error if self.grid.held_out else run.test_error)
+
+    def _accuracy(self, run: Trained, error: float | None) -> float:
+        return PER_CENT * (1 - (self.chance["error"] if error is None or self.has_diverged(run) else error))
 
     def of(self, norm: str, samples: int, batches: int) -> list[Trained]:
         place = (samples, batches)
@@ -125,6 +136,7 @@ class Online:
         return Cell(
             {rate: sum(map(self.has_diverged, runs)) for rate, runs in by_rate.items()},
             {rate: mean_and_error(map(self.accuracy, runs)) for rate, runs in by_rate.items()},
+            {rate: fmean(map(self.choosing, runs)) for rate, runs in by_rate.items()},
         )
 
     def state(self, norm: str, samples: int, batches: int) -> str:
@@ -168,6 +180,7 @@ def read_online(path: Path) -> Online:
     try:
         fit(content, ONLINE)
         fit_device(content["grid"], "grid")
+        fit({"held_out": 0} | content["grid"], {"held_out": int}, "grid")
         tuples = {name: tuple(content["grid"][name]) for name in ("samples", "batches", "rates")}
         grid = Grid(**content["grid"] | tuples)
         NETS[grid.net]

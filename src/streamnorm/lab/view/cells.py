@@ -17,7 +17,8 @@ def heading(results: Online) -> str:
     grid = results.grid
     return (
         f"{grid.net}: {grid.size:,} samples of {grid.data}, {_several(len(grid.rates), 'learning rate')}, "
-        f"{_several(grid.seeds, 'seed')}; {len(results.runs):,} of {results.planned:,} runs"
+        f"{_several(grid.seeds, 'seed')}; {len(results.runs):,} of {results.planned:,} runs; "
+        f"the best rate by {f'{grid.held_out:,} held-out' if grid.held_out else 'the test'} images"
     )
 
 
