@@ -6,6 +6,8 @@ import pickle
 
 import pytest
 import torch
+from torch import nn
+from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import streamnorm
@@ -50,6 +52,31 @@ def test_copies(make):
     fresh = make()
     fresh.load_state_dict(layer.state_dict())
     assert torch.equal(fresh.eval()(x), layer.eval()(x))
+
+
+@every_layer
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_a_gain_or_bias_that_is_made_of_others_serves_every_call(make, name):
+    """The first call after it was parametrized, and those that follow."""
+
+    class Doubled(nn.Module):
+        def forward(self, vector):
+            return 2 * vector
+
+    layer = make()
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter)
+    twin = copy.deepcopy(layer)
+    parametrize.register_parametrization(layer, name, Doubled())
+    getattr(twin, name).data.mul_(2)
+    for training in (True, False):
+        layer.train(training)
+        twin.train(training)
+        for _ in range(3):
+            x = torch.randn(8, 4, 3)
+            torch.testing.assert_close(layer(x), twin(x))
+            with torch.no_grad():
+                torch.testing.assert_close(layer(x), twin(x))
 
 
 @every_layer

@@ -129,16 +129,20 @@ class Norm(nn.Module):
         None where there is anything to look at: the door has more to say.
         """
         own, normalize = self.__dict__, active().normalize
-        if own["training"] or torch.is_grad_enabled() or normalize is None:
-            return None
-        if type(x) is not Tensor or x.ndim not in self._dims:
+        if normalize is None or torch.is_grad_enabled() or type(x) is not Tensor or x.ndim not in self._dims:
             return None
         if own["channel_dim"] != 1 or own["config"].ref.located or is_rewritten() or is_watched():
             return None
-        weight, bias = own["_parameters"].get("weight"), own["_parameters"].get("bias")
-        if weight is None and own["affine"]:  # parametrized
+        affine = self._own_affine()
+        return None if affine is None else normalize(x, mean, sigma, *affine)
+
+    def _own_affine(self) -> tuple[nn.Parameter | None, nn.Parameter | None] | None:
+        """Gain and bias, if they are parameters of this layer; None where one is made of others: parametrized, say."""
+        own: dict[str, Any] = self.__dict__
+        parameters = own["_parameters"]
+        if own["affine"] and not ("weight" in parameters and "bias" in parameters):
             return None
-        return normalize(x, mean, sigma, weight, bias)
+        return parameters.get("weight"), parameters.get("bias")
 
     def _check_rank(self, x: Tensor) -> None:
         """Refuse inputs with a number of dimensions that this norm is not for."""

@@ -74,7 +74,7 @@ class _RunningNorm(LiveStatistics):
 
     def _normalize(self, x: Tensor, mask: Tensor | None, index: tuple[int, ...], learns: bool) -> Tensor:
         """`index`: which set of running estimates serves. `learns`: it is updated by this call, in training."""
-        if mask is None and self._live is None and not torch.compiler.is_compiling():
+        if not (mask is not None or self.training or torch.compiler.is_compiling()) and self._live is None:
             y = self._at_once(x, self.mean[index], self.sigma[index])
             if y is not None:
                 return y

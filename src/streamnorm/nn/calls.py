@@ -71,7 +71,7 @@ class Calls(Saved):
             self._remember_step()
         if torch.compiler.is_compiling():
             return self._begin_compiled(*self._to_channels_first(x, mask), step == 0)
-        if mask is None and self._live is None:
+        if mask is None and not self.training and self._live is None:
             y = self._at_once(x, *tested(self.config, self._state))
             if y is not None:
                 return _given, (y,)
@@ -94,9 +94,10 @@ class Calls(Saved):
         pulse = own["_pulse"]
         if type(x) is not Tensor or not pulse.looked or is_rewritten() or replay.is_watched():
             return None
-        weight, bias = own["_parameters"].get("weight"), own["_parameters"].get("bias")
-        if (weight is None and own["affine"]) or not known.fits(x, weight, bias):
-            return None  # parametrized, or another input
+        affine = self._own_affine()
+        if affine is None or not known.fits(x, *affine):
+            return None
+        weight, bias = affine
         pulse.in_backward = False
         pulse.forwards += 1
         if weight is None:

@@ -367,7 +367,7 @@ PyObject* fits(PyObject*, PyObject* const* args, Py_ssize_t count) {
 // How the kernels read x, `(N, C, ...)`, as `_layout` of layer.py has it; false where they do not.
 struct Layout {
     int64_t rows, samples, channels, space, stride;
-    bool gaps;  // between rows, or channels that lie side by side: the output is not simply contiguous
+    bool channels_last;  // the output has the strides of x; otherwise it is contiguous
 };
 
 bool lay_out(PyObject* x, Layout& out) {
@@ -432,8 +432,8 @@ PyObject* layer_normalize(PyObject*, PyObject* const* args, Py_ssize_t count) {
     if (fits) {
         PyObject *shape = PyObject_GetAttr(x, words.shape), *stride = PyObject_CallMethodObjArgs(x, words.stride, nullptr);
         fits = shape && stride && is_plain(y, dtype) && equals(PyObject_GetAttr(y, words.shape), shape) &&
-               (layout.gaps ? equals(PyObject_CallMethodObjArgs(y, words.stride, nullptr), stride)
-                            : does(y, words.is_contiguous));
+               (layout.channels_last ? equals(PyObject_CallMethodObjArgs(y, words.stride, nullptr), stride)
+                                     : does(y, words.is_contiguous));
         Py_XDECREF(shape);
         Py_XDECREF(stride);
     }
