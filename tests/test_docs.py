@@ -271,8 +271,10 @@ def test_the_committed_results_are_whole_and_quoted_as_they_are():
         for line in (ROOT / "docs/measured/speed.md").read_text(encoding="utf-8").splitlines()
         if re.match(r"\| \w+/", line)
     ]
+    apart = set((folder / "evaluation/results.md").read_text(encoding="utf-8").splitlines())
     assert len(quoted) > 20
-    assert set(quoted) <= measured
+    assert len(apart & set(quoted)) == 6
+    assert set(quoted) <= measured | apart
     measured = set((folder / "lab/results.md").read_text(encoding="utf-8").splitlines())
     quoted = [
         line
