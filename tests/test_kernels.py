@@ -23,7 +23,7 @@ from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from streamnorm import GeneralBatchNorm, SampleNorm, StreamingNorm, backends, kernels
+from streamnorm import GeneralBatchNorm, SampleNorm, StreamingNorm, backends, kernels, paused
 from streamnorm.backends.cpu import binding
 from streamnorm.core.config import SETTINGS, Config
 from streamnorm.core.state import FIELDS, H1, H2
@@ -447,6 +447,20 @@ def test_whoever_looks_at_an_evaluation_finds_ordinary_operations(served):
     for y in found:
         torch.testing.assert_close(y, wanted, rtol=1e-5, atol=1e-5)
     assert served == []
+
+
+@needs_kernels
+def test_a_paused_call_that_nobody_differentiates_is_served_too(served):
+    """By the statistics of training; batch norms take those of the mini-batch there, as always."""
+    x = torch.randn(4, 5, 3)
+    for kind, answers in ((StreamingNorm, [True]), (GeneralBatchNorm, [])):
+        norm = evaluated(kind, x).train()
+        with paused(norm):
+            wanted = norm(x).detach()
+            with torch.no_grad():
+                torch.testing.assert_close(norm(x), wanted, rtol=2e-6, atol=2e-6)
+        assert served == answers
+        served.clear()
 
 
 @needs_kernels

@@ -12,7 +12,7 @@ from .. import backends
 from ..backends import H1, H2, Plan
 from ..backends.memory import outside_inference_mode
 from ..core import state as stream
-from ..core.algorithm import fold_gradients, fold_statistics, tested
+from ..core.algorithm import fold_gradients, fold_statistics
 from ..core.config import EXACT
 from ..core.state import State
 from ..engine import replay
@@ -71,8 +71,8 @@ class Calls(Saved):
             self._remember_step()
         if torch.compiler.is_compiling():
             return self._begin_compiled(*self._to_channels_first(x, mask), step == 0)
-        if mask is None and not self.training and self._live is None:
-            y = self._at_once(x, *tested(self.config, self._state))
+        if mask is None and (self._paused or not self.training) and self._live is None:
+            y = self._at_once(x, *self._used(self._state))
             if y is not None:
                 return _given, (y,)
         known = self._as_before(x, step == 0) if mask is None else None
