@@ -468,20 +468,23 @@ def test_an_evaluation_uses_what_is_new_about_the_layer(served):
     """Nothing is remembered from one evaluation to the next."""
     x = torch.randn(4, 5, 3)
     norm = evaluated(x=x)
-    changes = [
-        lambda: norm.load_state_dict(evaluated().state_dict()),
-        lambda: norm.weight.data.mul_(2),
-        lambda: setattr(norm, "bias", nn.Parameter(torch.ones(5))),
-        lambda: setattr(norm, "eval_memory", 0),
-        lambda: norm.running_mean.add_(1),
-        lambda: parametrize.register_parametrization(norm, "weight", nn.Softplus()),
-        lambda: norm.reset_running_stats(),
-        lambda: norm.double(),
+    changes = [  # and what the kernel answers then: nothing where it is not asked
+        (lambda: norm.load_state_dict(evaluated().state_dict()), [True]),
+        (lambda: norm.weight.data.mul_(2), [True]),
+        (lambda: setattr(norm, "bias", nn.Parameter(torch.ones(5))), [True]),
+        (lambda: setattr(norm, "eval_memory", 0), [True]),
+        (lambda: norm.reset_running_stats(), [True]),
+        (lambda: norm.double(), [False]),
+        (lambda: norm.float(), [True]),
+        (lambda: parametrize.register_parametrization(norm, "weight", nn.Softplus()), []),
+        (lambda: parametrize.remove_parametrizations(norm, "weight"), [True]),
+        (lambda: norm.running_mean.add_(1), []),
     ]
-    for change in changes:
+    for change, answers in changes:
         change()
         inputs = x.to(norm.bias.dtype)
         with torch.no_grad():
             y = norm(inputs)
+        assert served == answers
+        served.clear()
         torch.testing.assert_close(y, norm(inputs).detach(), rtol=1e-5, atol=1e-5)
-    assert True in served
