@@ -91,6 +91,26 @@ def test_nothing_changes(norm, shared):
         same(trained(Net(norm, reentrant)), expected)
 
 
+@pytest.mark.parametrize("shape", [(2, 4, 5, 5), (3, 7, 33), (8, 16, 9, 9), (5, 3), (1, 64, 16, 16)], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"center": "mean"}, {"guard": False, "p": 1}], ids=str)
+def test_a_repetition_is_the_first_run_to_the_bit(shape, settings):
+    """In windows of several calls, when the warm start is over."""
+    torch.manual_seed(0)
+    norm, first, repeated = StreamingNorm(shape[1], **settings), [], []
+
+    def segment(x):
+        y = norm(x)
+        (repeated if len(first) > len(repeated) else first).append(y.detach().clone())
+        return y.square()  # saves y, so that backward needs it again
+
+    for i in range(24):
+        again(segment, torch.randn(shape, requires_grad=True)).sum().backward()
+        if i % 3 == 2:
+            norm.weights_updated()
+    assert len(repeated) == 24
+    same(repeated, first)
+
+
 def test_nothing_changes_on_the_plain_path():
     with kernels.disabled():
         same(trained(Net(StreamingNorm, again, True)), trained(Net(StreamingNorm, plainly, True)))

@@ -160,9 +160,10 @@ inline float layer_sigma(const float* sigma, int64_t channels, int64_t p) {
 }
 
 // F of the paper and the warm start: S(x) in `kept` is pushed into H1, and s_hat put beside it. A call whose
-// statistics are not all finite is not pushed, and the latest s_hat serves.
+// statistics are not all finite is not pushed, and the latest s_hat serves. `used`: s_hat is in `kept` already, as
+// `preview` had it, and something was normalized with it. It stays: computed again, it may round differently.
 inline void stream_statistics(const Settings& set, const H1& state, int64_t channels, double elements, double samples,
-                              bool begins, Kept kept) {
+                              bool begins, Kept kept, bool used = false) {
     const bool accept = all_finite(kept.mean, channels) && all_finite(kept.sigma, channels);
     *kept.accept = accept;
     *kept.share = window_share(set, state, accept ? samples : 0, accept ? elements : 0, begins);
@@ -185,8 +186,10 @@ inline void stream_statistics(const Settings& set, const H1& state, int64_t chan
     const Push push(state.stats, weights, true);
     push.take(0, channels, kept.mean);
     push.take(channels, channels, kept.sigma);
-    push.blend_all(0, channels, kept.mean_hat);
-    push.blend_all(channels, channels, kept.sigma_hat);
+    if (!used) {
+        push.blend_all(0, channels, kept.mean_hat);
+        push.blend_all(channels, channels, kept.sigma_hat);
+    }
     Stream lasting = state.stats;
     lasting.lasting = state.eval_long;
     const Push tested(lasting, slowed(set, weights, *state.samples), true);
