@@ -91,6 +91,7 @@ def cases():
                 if not located:  # what padding alone would use is not in the loops
                     add(f"{kind} {code} masked", kind=kind, shape=(3, 2, 9), settings=change, masked=True)
     few = {"shape": (2, 5), "windows": ((1,), (1,), (1, 1), (2,), (1,))}  # a window that the guard looks at
+    large = {"shape": (8, 2, 8, 4), "windows": ((1,), (1, 1), (2,), (1,))}  # whose own gradients the guard looks at
     for name, change in {
         "alpha": {"settings": {"alpha": (0.5, 0.4)}},
         "alpha 0": {"settings": {"alpha": (0.0, 1.0)}},
@@ -103,6 +104,12 @@ def cases():
         "guard p=1": few | {"settings": {"p": 1}},
         "no guard": few | {"settings": {"guard": False}},
         "guard and beta": few | {"settings": {"beta": (0.5, 0.2, 0.3)}},
+        "large samples": large,
+        "large samples, no guard": large | {"settings": {"guard": False}},
+        "large samples, p=1 and beta": large | {"settings": {"p": 1, "beta": (0.5, 0.2, 0.3)}},
+        "large samples, masked": large | {"masked": True, "shape": (8, 2, 80)},
+        "large samples in float64": large | {"dtypes": (F64, F64)},
+        "large samples in bfloat16": large | {"dtypes": (BF16, F32)},
         "the paper": {"settings": {"guard": False, "warmup": 0, "center": "mean", "p": 1}},
         "one window": {"windows": ((1, 1, 1, 1, 1),)},
         "an update after each call": {"windows": ((1,),) * 8},

@@ -82,9 +82,9 @@ class Statistics:
 class Call:
     """One forward pass: what was used, for its own backward pass."""
 
-    def __init__(self, x, own, mean, sigma, reference, weight, mask, w=1.0, window=None):
+    def __init__(self, x, own, mean, sigma, reference, weight, mask, w=1.0, window=None, large=False):
         self.x, self.own, self.mean, self.sigma, self.w = x, own, mean, sigma, w
-        self.reference, self.weight, self.mask, self.window = reference, weight, mask, window
+        self.reference, self.weight, self.mask, self.window, self.large = reference, weight, mask, window, large
 
     def real(self):
         for index in np.ndindex(*self.x.shape):
@@ -246,15 +246,16 @@ class StreamingOracle:
             {part: {key: w * v + (1 - w) * layer[part] for key, v in found[part].items()} for part in found}
             for found in (s_hat, tested)
         )
-        return self.call(x, own, mask, self.latest, w, self.window())
+        large = (self.elements_before or 0) >= 32 and new >= 32 * here * per_location
+        return self.call(x, own, mask, self.latest, w, self.window(), large)
 
-    def call(self, x, own, mask, by, w=1.0, window=None):
+    def call(self, x, own, mask, by, w=1.0, window=None, large=False):
         names = dict.fromkeys(statistic_of(index, self.reference) for index in np.ndindex(*x.shape))
         used = {
             part: {name: by[part][self.pooled(name)] for name in names if self.pooled(name) in by[part]}
             for part in ("mean", "sigma")
         }
-        return Call(x, own, used["mean"], used["sigma"], self.reference, self.weight.copy(), mask, w, window)
+        return Call(x, own, used["mean"], used["sigma"], self.reference, self.weight.copy(), mask, w, window, large)
 
     def evaluate(self, x):
         return self.call(x, None, None, self.tested if self.eval_memory else self.latest).output(self.bias)
@@ -268,7 +269,10 @@ class StreamingOracle:
                     g[self.pooled(name)] = g.get(self.pooled(name), 0.0) + value
                 self.grads[part].push(g)
                 b1, b2, b3 = self.beta
-                blend = self.grads[part].blend(*self.weights(b1, b2, call.window))
+                long, short = self.weights(b1, b2, call.window)
+                blend = self.grads[part].blend(long, short)
+                if self.guard and call.large and b1 != 0:  # half of `short` is its own
+                    blend = {key: v + short * (g[key] - self.grads[part].short[key]) / 2 for key, v in blend.items()}
                 gs.append(g)
                 g_hats.append({key: blend[key] + b3 * g[key] for key in g})
             length, streamed = (hypot(*(v for one in both for v in one.values())) for both in (gs, g_hats))

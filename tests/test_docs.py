@@ -416,9 +416,9 @@ def printed_by(*words):
     return subprocess.run(command, capture_output=True, check=True, cwd=ROOT, text=True).stdout
 
 
-@pytest.mark.parametrize("name", ["evaluation", "tasks"])
+@pytest.mark.parametrize("name", ["evaluation", "own_gradient", "tasks"])
 def test_tables_are_those_of_their_measurement(name):
-    page = ROOT / {"evaluation": "docs/design/guard.md", "tasks": "docs/measured/online.md"}[name]
+    page = ROOT / ("docs/measured/online.md" if name == "tasks" else "docs/design/guard.md")
     shown = printed_by(f"benchmarks/{name}.py", "--table", f"benchmarks/results/{name}.json")
     assert shown.strip() in page.read_text(encoding="utf-8")
 
@@ -429,6 +429,13 @@ def test_a_memory_for_evaluation_is_measured(tmp_path):
     shown = printed_by("benchmarks/evaluation.py", "--data", "digits", "--size", 64, "--looks", 2, "--out", out)
     assert shown.count("| 2 x 1 + WS |") == 2  # as it goes on, and in the table
     assert len(read_json(out)["rows"]) == 8
+
+
+def test_the_share_of_a_batch_s_own_gradient_is_measured(tmp_path):
+    out = tmp_path / "found.json"
+    shown = printed_by("benchmarks/own_gradient.py", "--data", "digits", "--size", 64, "--out", out)
+    assert shown.count("| convolutional-recurrent, 2x16 @ 0.03 |") == 2  # as it goes on, and in the table
+    assert printed_by("benchmarks/own_gradient.py", "--table", out) in shown
 
 
 def test_a_stream_of_tasks_is_measured(tmp_path):

@@ -109,6 +109,13 @@ def test_streaming_unrolled_with_changing_batches(code, space):
     run_streaming(REFERENCES[code], 2, "running", space, [[3, 3, 3], [1, 1], [4, 4, 4, 4]], unrolled=True, warmup=30)
 
 
+@pytest.mark.parametrize("beta", [(0.7, 0.3, 0.0), (0.5, 0.2, 0.3), (0.0, 1.0, 0.0)])
+@pytest.mark.parametrize("code", ["BA1", "BA2", "BA4", "BA6", "SP1"])
+def test_streaming_large_samples(code, beta):
+    """Of 32 locations, in windows of several batches: full ones, and others after them."""
+    run_streaming(REFERENCES[code], 2, "running", (8, 4), [[8], [3, 5], [1, 1, 6], [2, 2], [3, 2]], warmup=0, beta=beta)
+
+
 @given(
     code=st.sampled_from(sorted(REFERENCES)),
     p=st.sampled_from(ORDERS),

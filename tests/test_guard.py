@@ -61,9 +61,45 @@ def test_eight_images_are_a_full_window(path):
     ours, papers = pair()
     with PATHS[path]():
         assert same(train(ours, [[8]] * 5, (3, 2, 2)), train(papers, [[8]] * 5, (3, 2, 2)))
-        assert same(train(ours, [[1] * 8] * 5, (3, 4, 8)), train(papers, [[1] * 8] * 5, (3, 4, 8)))
+        assert same(train(ours, [[1] * 8] * 5, (3, 31)), train(papers, [[1] * 8] * 5, (3, 31)))
+        assert same(train(ours, [[8]] * 5, (3, 9, 9)), train(papers, [[8]] * 5, (3, 9, 9)))
         assert not same(train(ours, [[7]] * 5, (3, 9, 9)), train(papers, [[7]] * 5, (3, 9, 9)))
         assert not same(train(ours, [[8]] * 5, (3, 3)), train(papers, [[8]] * 5, (3, 3)))
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("windows", [[[1] * 8] * 4, [[8, 8]] * 4, [[1, 7], [3, 9], [8]]], ids=str)
+def test_a_sample_with_statistics_of_its_own_goes_half_by_its_own_gradient(path, windows):
+    """In windows of several batches: beta2 is divided between `short` and the own gradient, and no more changes."""
+    ours, papers = StreamingNorm(3), StreamingNorm(3, guard=False, eval_memory=64)
+    with PATHS[path]():
+        assert same(train(ours, [[4, 4]], (3, 8, 4)), train(papers, [[4, 4]], (3, 8, 4)))  # is it full? Not known yet
+        papers.beta = (0.7, 0.15, 0.15)
+        for a, b in zip(train(ours, windows, (3, 8, 4)), train(papers, windows, (3, 8, 4)), strict=True):
+            torch.testing.assert_close(a, b)
+        for field, value in to_dict(ours.state).items():
+            torch.testing.assert_close(value, to_dict(papers.state)[field])
+        ours, papers = pair(beta=(0, 1, 0))  # there is no long memory
+        assert same(train(ours, windows, (3, 8, 4)), train(papers, windows, (3, 8, 4)))
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_padding_is_no_location(path):
+    """Samples of 40 places, 31 of them real."""
+    ours, papers = pair()
+    mask = torch.arange(40) < 31
+    with PATHS[path]():
+        for real, alike in ((mask, True), (torch.arange(40) < 32, False)):
+            results = []
+            for layer in (ours, papers):
+                generator = torch.Generator().manual_seed(0)
+                for i in range(24):
+                    x = torch.randn(1, 3, 40, generator=generator, requires_grad=True)
+                    layer(x, mask=real.expand(1, -1)).square().sum().backward()
+                    if i % 8 == 7:
+                        layer.weights_updated()
+                results.append([x.grad])
+            assert same(*results) == alike
 
 
 @pytest.mark.parametrize("layer", [RNN, GRU])

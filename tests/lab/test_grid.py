@@ -32,6 +32,7 @@ from streamnorm.lab.grid import (
     SAMPLES,
     Grid,
     Place,
+    is_convolutional,
     norms_of,
     places,
 )
@@ -124,12 +125,14 @@ def test_the_default_is_that_of_the_library():
 
 
 def test_with_and_without_guard_is_one_run_where_nothing_is_guarded_or_averaged():
-    """32 samples, in any net."""
+    """32 samples, and if they are images, in one call: a batch, at one timestep."""
     for net in NETS:
         for samples in SAMPLES:
             for batches in BATCHES:
                 one, two = (Place(net, norm, samples, batches) for norm in ("streaming", "streaming, guard=False"))
-                assert (one.run(0.01, 0, 64) == two.run(0.01, 0, 64)) == (samples * batches >= FULL)
+                once = batches == 1 and net != "convolutional-recurrent"
+                alike = samples * batches >= FULL and (once or not is_convolutional(net))
+                assert (one.run(0.01, 0, 64) == two.run(0.01, 0, 64)) == alike
 
 
 def test_rates_grow_with_the_root_of_the_samples_per_update():

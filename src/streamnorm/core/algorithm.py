@@ -22,8 +22,10 @@ from .statistics import (
     mini_batch_statistics,
 )
 
-FULL = 32  # elements per statistic in a window from which on the guard does nothing
+FULL = 32  # elements per statistic in a window from which on it counts whole
 ALIKE = 4  # locations of a sample count for so many elements at most: neighbours are alike
+OWN = 0.5  # of `short` of the gradients is a call's own, if windows are full, and samples have FULL locations or more
+NUMBERS = 6  # that a call keeps beside vectors: those of `Kept`, from w on
 
 
 class Kept(NamedTuple):
@@ -37,19 +39,20 @@ class Kept(NamedTuple):
     weight_share: Tensor  # that its window holds of a full one, for the guard; 1 without
     window: Tensor  # elements of the window before, and of all windows with it: what a fold of H2 goes by
     total: Tensor
+    own: Tensor  # what of `short` of the gradients is to be the call's own gradient, for the guard; 0 without
 
 
 def to_vector(kept: Kept) -> Tensor:
-    """What a call keeps as one vector of the type of the statistics: s_hat, then five numbers."""
-    parts = kept.mean, kept.sigma, kept.w, kept.accept, kept.weight_share, kept.window, kept.total
-    return torch.cat([part.flatten().to(kept.mean.dtype) for part in parts])
+    """What a call keeps as one vector of the type of the statistics: s_hat, then six numbers."""
+    numbers = kept.w, kept.accept, kept.weight_share, kept.window, kept.total, kept.own
+    return torch.cat([part.flatten().to(kept.mean.dtype) for part in (kept.mean, kept.sigma, *numbers)])
 
 
 def from_vector(vector: Tensor, shape: tuple[int, ...]) -> Kept:
     """The inverse but for the center; `shape`: of s_hat against the input."""
-    mean, sigma = vector[:-5].reshape(2, *shape)
-    w, accept, weight_share, window, total = vector[-5:]
-    return Kept(mean, sigma, None, accept != 0, w, weight_share, window, total)
+    mean, sigma = vector[:-NUMBERS].reshape(2, *shape)
+    w, accept, *others = vector[-NUMBERS:]
+    return Kept(mean, sigma, None, accept != 0, w, *others)
 
 
 # ---- Algorithm 5: F -------------------------------------------------------------------------------------------------
@@ -84,7 +87,10 @@ def stream_statistics(
     stats = push(before.stats, value, accept)
     new = torch.where(accept, elements_per_statistic(s), 0).to(before.seen.dtype)
     here = torch.where(accept, samples, 0).to(new.dtype)
-    unlike = torch.minimum(new, here * (ALIKE * (channels if config.ref.channels == "all" else 1)))
+    per_location = channels if config.ref.channels == "all" else 1
+    unlike = torch.minimum(new, here * (ALIKE * per_location))
+    large = accept & (new >= here * (FULL * per_location)) & (before.elements_before >= FULL)
+    own = torch.where(large & (config.guard and config.beta[0] != 0), OWN, 0.0).to(latest.dtype)
     seen, elements = before.seen + new, held(before.elements, unlike, begins)
     here, counted = held(before.samples, here, begins), before.counted + (elements - before.elements)
     weight_share = window_share(config, elements, before.elements_before)
@@ -100,7 +106,7 @@ def stream_statistics(
     after = replace(after, counted=counted, samples=here, eval_mean=lasting[0], eval_sigma=lasting[1])
     mean, sigma = s_hat[0].reshape(kept_shape), s_hat[1].reshape(kept_shape)
     center = s.center if config.center == "running" else None
-    return after, Kept(mean, sigma, center, accept, w, weight_share, before.elements_before, counted - elements)
+    return after, Kept(mean, sigma, center, accept, w, weight_share, before.elements_before, counted - elements, own)
 
 
 def center_of(config: Config, latest: Tensor, seen: Tensor, mean: Tensor, present: Tensor | None) -> Tensor:
@@ -145,9 +151,11 @@ def stream_gradients(
     """
     if scale is not None:
         g = g / scale
-    grads = push(grads, g, kept.accept & all_finite(g))
+    accept = kept.accept & all_finite(g)
+    grads = push(grads, g, accept)
     long, short, present = config.beta
-    g_hat = blend(grads, *guarded((long, short), kept.weight_share))
+    recent = torch.where(accept & (kept.own > 0), torch.lerp(grads.short, g, kept.own), grads.short)
+    g_hat = blend(grads, *guarded((long, short), kept.weight_share), recent)
     if present:
         g_hat = g_hat + present * g
     g_hat = bounded(g_hat.flatten(), g.flatten(), kept.weight_share).reshape(g.shape)
@@ -203,9 +211,13 @@ def push(stream: Stream, value: Tensor, accept: Tensor) -> Stream:
     return replace(stream, short=torch.lerp(stream.short, value, share), count=count)
 
 
-def blend(stream: Stream, long: Tensor | float, short: Tensor | float) -> Tensor:
-    """long * stream.long + short * stream.short, an empty `long` being replaced by `short`."""
-    return long * torch.where(stream.empty, stream.short, stream.long) + short * stream.short
+def blend(stream: Stream, long: Tensor | float, short: Tensor | float, recent: Tensor | None = None) -> Tensor:
+    """long * stream.long + short * stream.short, an empty `long` being replaced by `short`.
+
+    `recent`: in place of stream.short, but not in that of an empty `long`.
+    """
+    recent = stream.short if recent is None else recent
+    return long * torch.where(stream.empty, stream.short, stream.long) + short * recent
 
 
 def fold(stream: Stream, keep: Tensor | float, take: Tensor | float) -> Stream:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .. import backends
 from ..backends import H1, H2, Gradients, Measured, Plan, Result
-from ..core.algorithm import fold_gradients, fold_statistics, from_vector, samples_of, tested
+from ..core.algorithm import NUMBERS, fold_gradients, fold_statistics, from_vector, samples_of, tested
 from ..core.config import Config, from_text
 from ..core.state import H1 as H1_FIELDS
 from ..core.state import PARTS, State, Stream, from_h1, of_h1, write, write_stream
@@ -185,7 +185,7 @@ def _center_like(mean: Tensor, *_: Any) -> Tensor:
 def _kept_like(mean: Tensor, *rest: Any) -> Tensor:
     _refuse_repetition()
     state = from_h1(rest[-len(H1_FIELDS) :])
-    return state.mean.new_empty(2 * state.mean.numel() + 5)
+    return state.mean.new_empty(2 * state.mean.numel() + NUMBERS)
 
 
 def _gradients_like(g: Tensor, *_: Any) -> Tensor:

@@ -61,13 +61,16 @@ class Place:
         from ..core.algorithm import ALIKE, FULL
 
         norm, window = NORMS[self.norm], self.samples * self.batches
-        elements = window * (ALIKE if is_convolutional(self.net) else 1)  # as the guard counts: a sequence once
+        images = is_convolutional(self.net)
+        elements = window * (ALIKE if images else 1)  # as the guard counts: a sequence once
+        calls = self.batches * max(NETS[self.net].unroll)  # of a norm in a window
+        guarded = elements < FULL or (images and calls > 1)  # few samples, or large ones in several calls
         averaged = self.net != "fully-connected" and window < FULL  # without space or time it never is
         return replace(
             NETS[self.net],
             norm=replace(
                 norm,
-                guard=norm.guard and elements < FULL,
+                guard=norm.guard and guarded,
                 eval_memory=norm.eval_memory if averaged else 0.0,
             ),
             samples=self.samples,

@@ -17,6 +17,7 @@ import torch  # before the kernels, which use the threads of the OpenMP runtime 
 from torch import Tensor
 from torch.nn import Parameter
 
+from ...core.algorithm import NUMBERS
 from ...core.config import CENTERS, SETTINGS, Config, Statistic
 from ...core.reference import CODES
 from ...core.state import FIELDS, H1, H2, PARTS, State, Stream, dtype_of, new_stream, shape_of, to_dict, write_stream
@@ -184,7 +185,7 @@ def writable(grads: Stream, channels: int) -> tuple[Stream, bytes]:
 
 def kept_size(channels: int) -> int:
     """Numbers that a call keeps for its backward pass: `Kept` of stream.h."""
-    return 5 * channels + 5
+    return 5 * channels + NUMBERS
 
 
 def address(tensor: Tensor | None) -> int:

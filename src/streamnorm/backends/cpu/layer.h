@@ -300,7 +300,7 @@ inline void back_through_planes(const LayerOf<T>& call, const T* dy, float scale
     const Slopes slopes{g + 4 * channels, g + 5 * channels, g + 6 * channels};
     const bool likely = *kept.accept != 0 && *kept.share == 1;  // else only the last channel tells how long g is
     fold_gradients(set, *call.h2, channels, kept);
-    const Push push(call.h2->grads, guarded(set.beta, *kept.share), true);
+    const Push push(call.h2->grads, guarded(set.beta, *kept.share), true, *kept.own);
     const auto pull_back = [&](int64_t first, int64_t last, const float* from) {
         find_slopes(set, n, from, signs, channels, first, last, kept, slopes);
         pull_back_group(call, dy, first, last, kept.center, slopes, dx);

@@ -2,22 +2,22 @@
 // Layer and sequence kernels both use it. Compiled once per instruction set (see variant.h).
 #pragma once
 
-// What one call keeps for its backward pass: five vectors over channels and five numbers.
+// What one call keeps for its backward pass: five vectors over channels and six numbers.
 struct Kept {
     float *mean, *center, *sigma;  // S(x) and its c
     float *mean_hat, *sigma_hat;   // what normalized
     float *w, *accept;             // of the warm start; whether the statistics were pushed
-    float *share, *window, *total; // as in `Kept` of core/algorithm.py
+    float *share, *window, *total, *own;  // as in `Kept` of core/algorithm.py
 
-    static int64_t size(int64_t channels) { return 5 * channels + 5; }
+    static int64_t size(int64_t channels) { return 5 * channels + 6; }
     Kept(float* at, int64_t channels)
         : mean(at), center(at + channels), sigma(at + 2 * channels), mean_hat(at + 3 * channels),
           sigma_hat(at + 4 * channels), w(at + 5 * channels), accept(w + 1), share(w + 2), window(w + 3),
-          total(w + 4) {}
+          total(w + 4), own(w + 5) {}
     // S(x) elsewhere: `rest` is what follows it above. There is no center.
     Kept(float* mean, float* sigma, float* rest, int64_t channels)
         : mean(mean), center(nullptr), sigma(sigma), mean_hat(rest), sigma_hat(rest + channels), w(rest + 2 * channels),
-          accept(w + 1), share(w + 2), window(w + 3), total(w + 4) {}
+          accept(w + 1), share(w + 2), window(w + 3), total(w + 4), own(w + 5) {}
 };
 
 // By the bits: a comparison would be removed by compilers told that everything is finite.
@@ -40,6 +40,7 @@ inline float lerp(float from, float to, float share) {  // rounds as torch.lerp 
 
 const double FULL = 32;  // elements per statistic in a window from which on the guard does nothing
 const double ALIKE = 4;  // locations of a sample count for so many elements at most
+const float OWN = 0.5f;  // of `short` of the gradients is a call's own, if its samples are large and windows are full
 
 // What so many elements are of a full window; 1 where their number is not known, 0, or nothing is guarded.
 inline float share_of(const Settings& set, double elements) {
@@ -115,19 +116,20 @@ inline void fold_gradients(const Settings& set, const H2& state, int64_t channel
 
 // count += 1; short += (value - short) / count, and what long and short then blend to. Without `accept` nothing is
 // pushed. `preview` leaves the stream alone, so that a channel can be finished before all channels are known.
+// `own`: what of short is to be the value itself in the blend.
 struct Push {
     const Stream& stream;
-    const float share, long_weight, short_weight;
+    const float share, long_weight, short_weight, own;
     const bool empty;
 
-    Push(const Stream& s, Weights weights, bool accept)
+    Push(const Stream& s, Weights weights, bool accept, float own = 0)
         : stream(s), share(accept ? 1.0f / (float)(*s.count + 1) : 0.0f), long_weight(weights.lasting),
-          short_weight(weights.recent), empty(*s.empty) {}
-    float blend(float lasting, float recent) const {
-        return long_weight * (empty ? recent : lasting) + short_weight * recent;
+          short_weight(weights.recent), own(accept ? own : 0.0f), empty(*s.empty) {}
+    float blend(float lasting, float recent, float value) const {
+        return long_weight * (empty ? recent : lasting) + short_weight * (own > 0 ? lerp(recent, value, own) : recent);
     }
     float preview(int64_t i, float value) const {
-        return blend(stream.lasting[i], share == 0 ? stream.recent[i] : lerp(stream.recent[i], value, share));
+        return blend(stream.lasting[i], share == 0 ? stream.recent[i] : lerp(stream.recent[i], value, share), value);
     }
     // n values, from number `at` of the stream on.
     void take(int64_t at, int64_t n, const float* __restrict values) const {
@@ -174,6 +176,8 @@ inline void stream_statistics(const Settings& set, const H1& state, int64_t chan
         *state.elements = holds;
         *state.samples = held(*state.samples, samples, begins);
     }
+    const bool large = accept && elements >= FULL * samples, full = *state.elements_before >= FULL;
+    *kept.own = set.guard && set.beta[0] != 0 && large && full ? OWN : 0.0f;
     *kept.window = (float)*state.elements_before;
     *kept.total = (float)(*state.counted - *state.elements);
     *kept.w = warm_up(set, *state.seen);
@@ -229,15 +233,15 @@ inline bool stream_gradients(const Settings& set, const H2& state, int64_t chann
     if (scale != 1)
         for (int64_t i = 0; i < n; i++) g[i] /= scale;
     const bool accept = *kept.accept != 0 && all_finite(g, n), guards = *kept.share < 1;
-    const Push push(state.grads, guarded(set.beta, *kept.share), accept);
+    const Push push(state.grads, guarded(set.beta, *kept.share), accept, *kept.own);
     const double length = guards ? square_sum(g, n) : 0;
     const float factor = *kept.w * scale;
     push.take(0, n, g);
-    if (set.beta[2] == 0) {
+    if (set.beta[2] == 0 && push.own == 0) {
         push.blend_all(0, n, g);
     } else {
         for (int64_t i = 0; i < n; i++)
-            g[i] = passed_on(set, push.blend(state.grads.lasting[i], state.grads.recent[i]), g[i], 1);
+            g[i] = passed_on(set, push.blend(state.grads.lasting[i], state.grads.recent[i], g[i]), g[i], 1);
     }
     const double streamed = guards ? square_sum(g, n) : 0;
     if (length < streamed) {  // no longer than g itself

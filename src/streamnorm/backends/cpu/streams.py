@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...core.algorithm import center_of
+from ...core.algorithm import NUMBERS, center_of
 from ...core.config import Config
 from .. import Measured
 from ..memory import has_memory, is_plain
@@ -35,7 +35,7 @@ class Streams:
         channels = s.channels
         record = _record(H1_NAMES, h1, channels, memo)
         mean, sigma = _vector(s.mean, channels), _vector(s.sigma, channels)
-        kept = mean.new_empty(2 * channels + 5)
+        kept = mean.new_empty(2 * channels + NUMBERS)
         counts = channels, s.elements, s.samples, s.begins
         given = mean.data_ptr(), sigma.data_ptr(), kept.data_ptr()
         binding.push_statistics(binding.settings_record(config), record, *counts, *given)
@@ -44,7 +44,7 @@ class Streams:
     def backward(self, config: Config, h2: Sequence[Tensor], kept: Tensor, g: Tensor, memo: dict[Any, Any]) -> Tensor:
         channels = g.shape[1]
         record = _record(H2_NAMES, h2, channels, memo)
-        kept, g_hat = _vector(kept, 2 * channels + 5), g.clone(memory_format=torch.contiguous_format)
+        kept, g_hat = _vector(kept, 2 * channels + NUMBERS), g.clone(memory_format=torch.contiguous_format)
         binding.push_gradients(binding.settings_record(config), record, channels, kept.data_ptr(), g_hat.data_ptr())
         return g_hat
 

@@ -53,7 +53,7 @@ struct LayerOf {
     int64_t rows, samples, channels, space, stride, threads;
     const T* x;
     const float *gain, *bias;  // may be null
-    float* kept;               // 5 * channels + 5, between forward and backward
+    float* kept;               // 5 * channels + 6, between forward and backward
     int64_t batch, begins;     // of the forward pass: its samples, and whether they are new in the window
 };
 using Layer = LayerOf<float>;
@@ -93,7 +93,7 @@ struct LayerKernels {
 };
 
 struct Kernels {
-    // F and G alone: `mean` and `sigma` are S(x), `kept` is s_hat and five numbers, `g` is replaced by what flows on.
+    // F and G alone: `mean` and `sigma` are S(x), `kept` is s_hat and six numbers, `g` is replaced by what flows on.
     void (*push_statistics)(const Settings&, const H1&, int64_t channels, double elements, double samples, bool begins,
                             float* mean, float* sigma, float* kept);
     void (*push_gradients)(const Settings&, const H2&, int64_t channels, float* kept, float* g);

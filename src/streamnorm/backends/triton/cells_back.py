@@ -43,7 +43,7 @@ def sum_gate(
     da = tl.where(inside, da, 0.0)
     tl.store(place + GATE * channels, da, mask=inside)
     there = at * (GATES * channels) + GATE * channels + channel[None, :]
-    size, each = 5 * channels + 5, (2 + SIGNS) * parts * channels
+    size, each = 5 * channels + 6, (2 + SIGNS) * parts * channels
     out = sums + (GATE - FIRST) * each
     sum_side(da, products + there, inside, kept + GATE * size, out, channel, channels, parts, SIGNS)
     kept += (GATES + GATE) * size
@@ -133,7 +133,7 @@ def step_backward(
     sample, channel, inside, at = tile_at(row, rows, channels, HEIGHT, WIDTH)
     column = channel[None, :]
     here, part, of_sample = at * channels + column, total.to(tl.int64) * channels, sample * channels + column
-    kept += step.to(tl.int64) * norms * (5 * channels + 5)
+    kept += step.to(tl.int64) * norms * (5 * channels + 6)
     inner += here
     place = da + sample * (GATES * channels) + column
     given = place, products, recurrent, at, inside, kept, sums, channel, channels, parts
@@ -151,7 +151,7 @@ def step_backward(
         to_s = tl.where(inside, to_s, 0.0)
         tl.store(place, to_s, mask=inside)
         tl.store(place + 3 * channels, to_o, mask=inside)
-        of_norm = kept + 8 * (5 * channels + 5)
+        of_norm = kept + 8 * (5 * channels + 6)
         sum_side(to_s, inner + 5 * part, inside, of_norm, sums, channel, channels, parts, SIGNS)
     else:
         if CELL_NORM:

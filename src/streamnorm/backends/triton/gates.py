@@ -97,7 +97,7 @@ def stream_gates(
     recurrent,
     table,
     sums,
-    kept,  # written: (steps, norms, 5 * C + 5)
+    kept,  # written: (steps, norms, 5 * C + 6)
     step,
     row,
     rows,
@@ -125,6 +125,7 @@ def stream_gates(
     MEMORY: tl.constexpr,
     FULL: tl.constexpr,
     ALIKE: tl.constexpr,
+    OWN_SHARE: tl.constexpr,
     COUNT: tl.constexpr,
     TILE_HEIGHT: tl.constexpr,
     TILE_WIDTH: tl.constexpr,
@@ -138,7 +139,7 @@ def stream_gates(
     x += (first_gate + index % COUNT) * channels
     push_statistics(
         x, sums + index * (1 + 2 * parts) * channels, None, None,
-        kept + (step.to(tl.int64) * norms + norm) * (5 * channels + 5),
+        kept + (step.to(tl.int64) * norms + norm) * (5 * channels + 6),
         h1_of(table, norm, 0, tl.float32), h1_of(table, norm, 1, tl.float32), h1_of(table, norm, 2, tl.int64),
         h1_of(table, norm, 3, tl.int1), h1_of(table, norm, 4, tl.int1), h1_of(table, norm, 5, tl.float32),
         h1_of(table, norm, 6, tl.float32), h1_of(table, norm, 7, tl.float64), h1_of(table, norm, 8, tl.float64),
@@ -146,7 +147,7 @@ def stream_gates(
         h1_of(table, norm, 12, tl.float32), h1_of(table, norm, 13, tl.float32), h1_of(table, norm, 14, tl.float32),
         rows, rows, begins, channels, parts, rows, 1, stride, tiles, blocks,
         P, OWN, RUNNING, EPS, FLOOR, ALPHA_LONG, ALPHA_SHORT, KAPPA_LONG, KAPPA_SHORT, WARMUP, GUARD, MEMORY, FULL,
-        ALIKE, False, TILE_HEIGHT, TILE_WIDTH, TALL, WIDTH,
+        ALIKE, OWN_SHARE, False, TILE_HEIGHT, TILE_WIDTH, TALL, WIDTH,
     )  # fmt: skip
 
 
@@ -186,7 +187,7 @@ def stream_gate_gradients(
     found, total = vectors + norm * 5 * channels, totals + norm * 2 * channels
     push_gradients(
         sums + index * (2 + SIGNS) * parts * channels, None, None, gains + norm * channels,
-        kept + (step.to(tl.int64) * norms + norm) * (5 * channels + 5),
+        kept + (step.to(tl.int64) * norms + norm) * (5 * channels + 6),
         h2_of(table, norm, 0, tl.float32), h2_of(table, norm, 1, tl.float32), h2_of(table, norm, 2, tl.int64),
         h2_of(table, norm, 3, tl.int1), h2_of(table, norm, 4, tl.int1), scales if scales is None else scales + norm,
         flow + norm * 2 * channels, found, rows, channels, parts,
@@ -231,6 +232,6 @@ def pull_gates_back(
     column, first = (first_gate + index % COUNT) * channels, row.to(tl.int64)
     x = side_of(index, products, recurrent, COUNT) + first * stride + column
     dx = side_of(index, dproducts, drecurrent, COUNT) + first * wide + column
-    numbers = kept + (step.to(tl.int64) * norms + norm) * (5 * channels + 5)
+    numbers = kept + (step.to(tl.int64) * norms + norm) * (5 * channels + 6)
     slopes = vectors + norm * 5 * channels + 2 * channels
     pull_back(da + column, x, numbers, slopes, dx, rows, channels, 1, stride, wide, tiles, 1, P, False, HEIGHT, WIDTH)

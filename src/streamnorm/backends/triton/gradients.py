@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from .passes import added_up
-from .rules import folded, lessened, not_finite, pushed, share_of
+from .rules import folded, lerp, lessened, not_finite, pushed, share_of
 
 
 @triton.jit(do_not_specialize=["elements", "parts"])
@@ -42,6 +42,7 @@ def push_gradients(
     numbers = kept + (2 if sums is None else 5) * channels  # s_hat alone is before them where S(x) was given
     w, accepted, weight_share = tl.load(numbers), tl.load(numbers + 1), tl.load(numbers + 2)
     window, counted = tl.load(numbers + 3).to(tl.float64), tl.load(numbers + 4).to(tl.float64)
+    own = tl.load(numbers + 5)
     pushes, was_empty = tl.load(grads_count), tl.load(grads_empty) != 0
     due = (tl.load(grads_pending) != 0) & (pushes > 0)
     factor = w * 0 + 1
@@ -100,7 +101,8 @@ def push_gradients(
         lasting = tl.load(grads_long + at, mask=real, other=0.0)
         lasting = folded(lasting, recent, due, was_empty, fold_long.to(tl.float32), fold_short.to(tl.float32))
         recent = pushed(recent, g, push, accept)
-        hat = long.to(tl.float32) * tl.where(empty, recent, lasting) + short.to(tl.float32) * recent
+        mixed = tl.where(accept & (own > 0), lerp(recent, g, own), recent)
+        hat = long.to(tl.float32) * tl.where(empty, recent, lasting) + short.to(tl.float32) * mixed
         if BETA_PRESENT != 0:
             hat += BETA_PRESENT * g
         tl.store(grads_short + at, recent, mask=real)

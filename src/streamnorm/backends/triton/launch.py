@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...core.algorithm import ALIKE, FULL
+from ...core.algorithm import ALIKE, FULL, NUMBERS, OWN
 from ...core.config import Config
 from ...core.state import H1, PARTS, State, Stream, of_h1
 from .tiling import Tiling, vector_block
@@ -81,7 +81,7 @@ def takes_tuples() -> bool:
 @cache
 def settings_of(config: Config, backward: bool) -> dict[str, Any]:
     """Everything that kernels are told of the settings, for one of the passes."""
-    told: dict[str, Any] = {"FULL": FULL, "ALIKE": ALIKE}
+    told: dict[str, Any] = {"FULL": FULL, "ALIKE": ALIKE, "OWN_SHARE": OWN if config.guard and config.beta[0] else 0.0}
     for name, tell in _TOLD.items():
         told |= tell(getattr(config, name))
     long, short = told.pop("KAPPA")[2 * backward :][:2]
@@ -121,8 +121,8 @@ def _of_tiles(tiling: Tiling) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def kept_size(channels: int) -> int:
-    """Numbers that a call keeps: mean, center and sigma of S(x), s_hat; then w, accept, share, window and total."""
-    return 5 * channels + 5
+    """Numbers that a call keeps: mean, center and sigma of S(x), s_hat; then those of `Kept`, from w on."""
+    return 5 * channels + NUMBERS
 
 
 # ---- forward --------------------------------------------------------------------------------------------------------

@@ -58,6 +58,7 @@ def push_statistics(
     MEMORY: tl.constexpr,
     FULL: tl.constexpr,
     ALIKE: tl.constexpr,
+    OWN_SHARE: tl.constexpr,
     PLANES: tl.constexpr,
     TILE_HEIGHT: tl.constexpr,
     TILE_WIDTH: tl.constexpr,
@@ -230,3 +231,5 @@ def push_statistics(
     tl.store(numbers + 2, share.to(tl.float32))
     tl.store(numbers + 3, before.to(tl.float32))
     tl.store(numbers + 4, (now_counted - now).to(tl.float32))
+    large = accept & (more >= FULL * more_samples) & (before >= FULL)
+    tl.store(numbers + 5, tl.where(large, OWN_SHARE, 0.0).to(tl.float32))

@@ -46,7 +46,7 @@ class Streams:
         own = s.mean.reshape(-1).contiguous(), s.sigma.reshape(-1).contiguous()
         counts: tuple[Any, Any] = s.elements, s.samples  # numbers: there is no mask
         kept = launch.push_statistics(config, from_h1(h1), *own, *counts, s.begins)
-        return kept[3 * s.channels :].clone()  # s_hat and five numbers
+        return kept[3 * s.channels :].clone()  # s_hat and the numbers
 
     def backward(self, config: Config, h2: Sequence[Tensor], kept: Tensor, g: Tensor, memo: Any) -> Tensor:
         return launch.push_gradients(config, Stream(*h2), kept, g[0].contiguous(), g[1].contiguous(), None)
