@@ -12,6 +12,7 @@ import warnings
 from collections import Counter
 from contextlib import nullcontext
 from itertools import product
+from math import hypot
 from pathlib import Path
 
 import digits
@@ -20,7 +21,8 @@ import torch
 from makefile import has_make, recipe, run_line
 
 from streamnorm import StreamingNorm
-from streamnorm.lab.goals import tally
+from streamnorm.lab.compare import NETS, Entry, is_convolutional
+from streamnorm.lab.compared import read_compared
 from streamnorm.lab.models import NetC
 from streamnorm.lab.online import read_online
 from streamnorm.lab.results import read_folder
@@ -341,25 +343,50 @@ def test_the_memory_of_the_benchmark():
     assert bytes_alive(Greedy(), x) > 0.99 * size
 
 
-@pytest.mark.parametrize(("page", "least"), [("README.md", 2), ("docs/guide/settings.md", 10)])
-def test_what_is_quoted_from_the_measure_of_online_learning(page, least):
-    """As in "recurrent 1 x 8: streaming 28.9; layer norm 28.9": samples x batches, and accuracies at the best rate."""
-    quotes = re.findall(r"\b((?:[a-z]+-)?[a-z]+) (\d+) x (\d+): ([^|<\n]+)", (ROOT / page).read_text(encoding="utf-8"))
-    assert len(quotes) >= least
-    for net, samples, batches, numbers in quotes:
+def quotes(page, times):
+    """As in "recurrent 2x1: streaming 33.3; layer norm 32.7", by net, samples, batches and norm."""
+    pattern = rf"\b((?:[a-z]+-)?[a-z\d]+) (\d+){times}(\d+): ([^|<\n]+)"
+    for net, samples, batches, numbers in re.findall(pattern, (ROOT / page).read_text(encoding="utf-8")):
+        for each in numbers.split(";"):
+            norm, *accuracy = re.fullmatch(r" *(.+?) ([\d.]+(?: ± [\d.]+)?) *", each).groups()
+            yield net, norm, int(samples), int(batches), *accuracy
+
+
+def test_what_is_quoted_from_the_measure_of_online_learning():
+    found = list(quotes("docs/guide/settings.md", " x "))
+    assert len(found) >= 6
+    for net, norm, samples, batches, accuracy in found:
         measured = read_online(ROOT / f"docs/results/online-{net}.json")
-        for norm, accuracy in (each.strip().rsplit(" ", 1) for each in numbers.split(";")):
-            assert f"{measured.cell(norm, int(samples), int(batches)).best[0]:.1f}" == accuracy
+        assert f"{measured.cell(norm, samples, batches).best[0]:.1f}" == accuracy
 
 
-def test_how_often_streaming_is_ahead_of_layer_norm():
+@pytest.mark.parametrize(("page", "least"), [("README.md", 15), ("docs/guide/settings.md", 20)])
+def test_what_is_quoted_from_the_comparison(page, least):
+    found = list(quotes(page, "x"))
+    assert len(found) >= least
+    for net, norm, samples, batches, accuracy in found:
+        measured = read_compared(ROOT / f"docs/results/compare-{net}.json")
+        assert "{:.1f} ± {:.1f}".format(*measured.cell(Entry(net, norm, samples, batches)).accuracy) == accuracy
+
+
+def test_how_often_streaming_is_ahead_of_layer_and_group_norm():
     """As README says, by two standard errors of the difference."""
-    counts = Counter()
-    for net in ("fully-connected", "recurrent"):
-        counts += Counter(tally(read_online(ROOT / f"docs/results/online-{net}.json")))
-    words = f"streaming is ahead in {counts['ahead']} of {counts.total()} such cells and level in {counts['level']} by"
+    counts = {"layer norm": Counter(), "group norm": Counter()}
+    for net in NETS:
+        norm = "group norm" if is_convolutional(net) else "layer norm"
+        measured = read_compared(ROOT / f"docs/results/compare-{net}.json")
+        for size in measured.plan.sizes:
+            (a, a_error), (b, b_error) = (measured.cell(Entry(net, n, *size)).accuracy for n in ("streaming", norm))
+            level = abs(a - b) <= 2 * hypot(a_error, b_error)
+            counts[norm]["level" if level else "ahead" if a > b else "behind"] += 1
+    layer, group = counts.values()
+    words = (
+        f"ahead of layer norm in {layer['ahead']} and level in {layer['level']} of {layer.total()} such cells, "
+        f"and ahead of group norm in {group['ahead']} of {group.total()} with convolutions"
+    )
     assert words in (ROOT / "README.md").read_text(encoding="utf-8")
-    assert counts["behind"] == 0
+    assert not layer["behind"]
+    assert not group["behind"]
 
 
 def test_the_best_rates_of_streaming_and_layer_norm_are_neighbours():
