@@ -114,6 +114,14 @@ def test_it_says_what_was_found(full):
 
 
 @pytest.mark.usefixtures("undrawn")
+def test_it_says_how_rates_were_chosen():
+    each = "; the paper's, the same for every norm, none tuned here."
+    images, text = "0.1 for 25 epochs, then 0.01 for 5 epochs", "0.01 for 2 epochs, then 0.001 for 1 epochs"
+    for name, told in (("online", images), ("rnn", text), ("table", f"{images} or {text}")):
+        assert f"Learning rate: {told}{each}" in Page(report([results(name)], [])).text
+
+
+@pytest.mark.usefixtures("undrawn")
 def test_outcomes_are_counted_and_have_a_word_and_a_sign():
     kinds = ["reproduced", "reproduced", "not reproduced", "not enough evidence"]
     claims = [verdict(outcome=kind, name=str(i)) for i, kind in enumerate(kinds)]

@@ -29,6 +29,13 @@ def table(results: FigureResults) -> str:
     return "\n".join(lines)
 
 
+def rates(results: FigureResults) -> str:
+    """The learning rates of a figure that is not varied, and how they were chosen."""
+    schedules = dict.fromkeys(tuple(map(tuple, run["settings"]["rates"])) for run in results.runs)
+    told = [", then ".join(f"{rate:g} for {epochs:.3g} epochs" for rate, epochs in each) for each in schedules]
+    return f"Learning rate: {' or '.join(told)}; the paper's, the same for every norm, none tuned here."
+
+
 def _cell(runs: Sequence[Result], name: str) -> str:
     values, digits = ends(runs, name), 1 if name.endswith("error") else 3
     if not values:

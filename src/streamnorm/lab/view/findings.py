@@ -11,7 +11,7 @@ from ..results import FigureResults
 from ..store import write_text
 from ..variations import words
 from .cells import filled, line, with_tables
-from .endings import table, verdicts
+from .endings import rates, table, verdicts
 
 SIGNS = {REPRODUCED: "✓", REVERSED: "✗", OPEN: "?", NOT_RUN: "\N{EN DASH}"}
 CLAIMS, VARIED = "claims", "varied"  # the marks that a page must have; those of figures are optional
@@ -76,7 +76,7 @@ def figure(results: FigureResults, where: str) -> str:
     shown = f"![{results.figure.title}]({where}/{results.file_name}.png)"
     said = f"The paper: *{results.figure.paper}*"
     made = f"```text\n$ {results.command}\n{table(results)}\n{verdicts(judge(results))}\n```"
-    return "\n\n".join([said, shown, made])
+    return "\n\n".join([said, shown, rates(results), made])
 
 
 def groups(found: Sequence[FigureResults]) -> list[list[FigureResults]]:

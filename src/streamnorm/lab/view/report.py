@@ -13,6 +13,7 @@ from ..errors import MissingExtra
 from ..results import FigureResults, Result, ends, final, finished, mean_and_error
 from ..scales import SCALES
 from ..store import write_text
+from .endings import rates
 from .findings import SIGNS, columns, digits_of, groups, lines, summary
 from .lines import ERROR, LOSS, Measure, ending, measure_of, origin
 from .page import Html, folded, html, join, link, page, picture, table, tag, terms
@@ -147,7 +148,7 @@ def section(results: FigureResults, name: str, claims: Sequence[Verdict]) -> Htm
     figure = results.figure
     parts = [
         tag("h2", heading(results), id=name),
-        tag("p", figure.caption),
+        tag("p", f"{figure.caption} {rates(results)}"),
         tag("p", tag("strong", "The paper: "), figure.paper, class_="paper"),
         drawing(results),
         tag("h3", "Final numbers"),
