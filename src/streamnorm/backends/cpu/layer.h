@@ -196,7 +196,7 @@ void layer_forward(const LayerOf<T>& call, T* y) {
         }
         if (steady) normalize_group(call, first, last, kept.mean_hat, kept.sigma_hat, y);
     });
-    stream_statistics(set, state, channels, n, (double)call.batch, call.begins != 0, kept, steady);
+    stream_statistics(set, state, channels, n, (double)call.batch, call.begins != 0, kept);
     if (steady && *kept.accept != 0) return;
     each_group(call, [&](int64_t first, int64_t last) {
         normalize_group(call, first, last, kept.mean_hat, kept.sigma_hat, y);

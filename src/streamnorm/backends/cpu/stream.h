@@ -114,6 +114,12 @@ inline void fold_gradients(const Settings& set, const H2& state, int64_t channel
     if (*state.grads.pending) fold(state.grads, channels, fold_weights(set, set.kappa + 2, *kept.window, *kept.total));
 }
 
+// In double the products are exact, so the sum rounds alike wherever it is computed, whichever of them the compiler
+// fuses with it: s_hat is the same to the bit when it normalizes, when it is kept, and in evaluation.
+inline float blend_of(float a, float lasting, float b, float recent) {
+    return (float)((double)a * lasting + (double)b * recent);
+}
+
 // count += 1; short += (value - short) / count, and what long and short then blend to. Without `accept` nothing is
 // pushed. `preview` leaves the stream alone, so that a channel can be finished before all channels are known.
 // `own`: what of short is to be the value itself in the blend.
@@ -126,7 +132,8 @@ struct Push {
         : stream(s), share(accept ? 1.0f / (float)(*s.count + 1) : 0.0f), long_weight(weights.lasting),
           short_weight(weights.recent), own(accept ? own : 0.0f), empty(*s.empty) {}
     float blend(float lasting, float recent, float value) const {
-        return long_weight * (empty ? recent : lasting) + short_weight * (own > 0 ? lerp(recent, value, own) : recent);
+        const float shown = own > 0 ? lerp(recent, value, own) : recent;
+        return blend_of(long_weight, empty ? recent : lasting, short_weight, shown);
     }
     float preview(int64_t i, float value) const {
         return blend(stream.lasting[i], share == 0 ? stream.recent[i] : lerp(stream.recent[i], value, share), value);
@@ -141,7 +148,7 @@ struct Push {
     void blend_all(int64_t at, int64_t n, float* __restrict out) const {
         const float *__restrict recent = stream.recent + at, *__restrict lasting = empty ? recent : stream.lasting + at;
         const float a = long_weight, b = short_weight;
-        for (int64_t i = 0; i < n; i++) out[i] = a * lasting[i] + b * recent[i];
+        for (int64_t i = 0; i < n; i++) out[i] = blend_of(a, lasting[i], b, recent[i]);
     }
 };
 
@@ -162,10 +169,9 @@ inline float layer_sigma(const float* sigma, int64_t channels, int64_t p) {
 }
 
 // F of the paper and the warm start: S(x) in `kept` is pushed into H1, and s_hat put beside it. A call whose
-// statistics are not all finite is not pushed, and the latest s_hat serves. `used`: s_hat is in `kept` already, as
-// `preview` had it, and something was normalized with it. It stays: computed again, it may round differently.
+// statistics are not all finite is not pushed, and the latest s_hat serves.
 inline void stream_statistics(const Settings& set, const H1& state, int64_t channels, double elements, double samples,
-                              bool begins, Kept kept, bool used = false) {
+                              bool begins, Kept kept) {
     const bool accept = all_finite(kept.mean, channels) && all_finite(kept.sigma, channels);
     *kept.accept = accept;
     *kept.share = window_share(set, state, accept ? samples : 0, accept ? elements : 0, begins);
@@ -190,10 +196,8 @@ inline void stream_statistics(const Settings& set, const H1& state, int64_t chan
     const Push push(state.stats, weights, true);
     push.take(0, channels, kept.mean);
     push.take(channels, channels, kept.sigma);
-    if (!used) {
-        push.blend_all(0, channels, kept.mean_hat);
-        push.blend_all(channels, channels, kept.sigma_hat);
-    }
+    push.blend_all(0, channels, kept.mean_hat);
+    push.blend_all(channels, channels, kept.sigma_hat);
     Stream lasting = state.stats;
     lasting.lasting = state.eval_long;
     const Push tested(lasting, slowed(set, weights, *state.samples), true);
