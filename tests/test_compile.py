@@ -54,14 +54,14 @@ def joined(model, batches):
     sum(model(x).square().mean() for x in batches).backward()
 
 
-def train(called, module, pattern, updates, seed):
+def train(called, module, pattern, updates, seed, samples=5):
     """Gradients and outputs of every update, then the state."""
     torch.manual_seed(seed)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
     seen = []
     for _ in range(updates):
         optimizer.zero_grad()
-        pattern(called, [torch.randn(5, 3, 6, 6) for _ in range(2)])
+        pattern(called, [torch.randn(samples, 3, 6, 6) for _ in range(2)])
         seen += [p.grad.clone() for p in module.parameters()]
         optimizer.step()
     return seen + [value.clone() for value in module.state_dict().values()]
@@ -72,14 +72,14 @@ def assert_same(ours, theirs, tolerance=2e-5):
         assert (a.double() - b.double()).abs().max() <= tolerance * (b.double().abs().max() + 1e-2)
 
 
-def compare(eager, pattern, backend):
+def compare(eager, pattern, backend, samples=5):
     compiled = copy.deepcopy(eager)
     held = compiled.state_dict()  # live statistics, for graphs that read them
     called = torch.compile(compiled, fullgraph=True, backend=backend)
-    assert_same(train(called, compiled, pattern, 4, 1), train(eager, eager, pattern, 4, 1))
+    assert_same(train(called, compiled, pattern, 4, 1, samples), train(eager, eager, pattern, 4, 1, samples))
     with torch._dynamo.config.patch(error_on_recompile=True):
-        more = train(called, compiled, pattern, 3, 2)
-    assert_same(more, train(eager, eager, pattern, 3, 2))
+        more = train(called, compiled, pattern, 3, 2, samples)
+    assert_same(more, train(eager, eager, pattern, 3, 2, samples))
     now = compiled.state_dict()
     assert all(torch.equal(value, now[key]) for key, value in held.items() if "running_" in key)
     x = torch.randn(2, 3, 6, 6)
@@ -93,6 +93,12 @@ def compare(eager, pattern, backend):
 def test_a_network_is_one_graph_for_all_updates(norm, calls, pattern):
     """Without a recompilation once it is warm. Calls of every kind are compiled in test_conformance.py."""
     compare(Network(norm, calls), pattern, "aot_eager")
+
+
+@pytest.mark.parametrize("samples", [1, 5], ids=["small windows", "full windows"])
+def test_folds_of_a_process_group(samples):
+    """Which a graph makes in plain torch: of one process here."""
+    compare(Network(partial(StreamingNorm, process_group="world", warmup=0)), accumulated, "aot_eager", samples)
 
 
 @pytest.mark.parametrize("norm", [StreamingNorm, partial(StreamingNorm, p=1, warmup=0)])

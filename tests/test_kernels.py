@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from streamnorm import GeneralBatchNorm, SampleNorm, StreamingNorm, backends, kernels, paused
 from streamnorm.backends.cpu import binding
+from streamnorm.core.algorithm import KEPT_NUMBERS, Kept
 from streamnorm.core.config import SETTINGS, Config
 from streamnorm.core.state import FIELDS, H1, H2
 
@@ -195,10 +196,12 @@ def test_a_setting_that_they_do_not_know_is_declined(monkeypatch):
 @needs_kernels
 def test_the_fields_of_python_and_of_the_kernels_are_the_same():
     assert not binding.mismatch
-    known, h1, h2 = (names.split() for names in binding._native.fields())
+    known, h1, h2, numbers = (names.split() for names in binding._native.fields())
     assert ["ref", *known] == list(SETTINGS)
     assert h1 == list(H1)
     assert [*h2, "loss_scale"] == list(H2)
+    assert numbers == list(KEPT_NUMBERS)
+    assert {"mean", "sigma", "center", *numbers} == set(Kept._fields)
     assert {*h1, *h2, "loss_scale"} == set(FIELDS)
 
 

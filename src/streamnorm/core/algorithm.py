@@ -25,7 +25,8 @@ from .statistics import (
 FULL = 32  # elements per statistic in a window from which on it counts whole
 ALIKE = 4  # locations of a sample count for so many elements at most: neighbours are alike
 OWN = 0.5  # of `short` of the gradients is a call's own, if windows are full, and samples have FULL locations or more
-NUMBERS = 6  # that a call keeps beside vectors: those of `Kept`, from w on
+KEPT_NUMBERS = ("w", "accept", "weight_share", "window", "total", "own")  # of `Kept`, as a vector has them
+NUMBERS = len(KEPT_NUMBERS)
 
 
 class Kept(NamedTuple):
@@ -43,9 +44,9 @@ class Kept(NamedTuple):
 
 
 def to_vector(kept: Kept) -> Tensor:
-    """What a call keeps as one vector of the type of the statistics: s_hat, then six numbers."""
-    numbers = kept.w, kept.accept, kept.weight_share, kept.window, kept.total, kept.own
-    return torch.cat([part.flatten().to(kept.mean.dtype) for part in (kept.mean, kept.sigma, *numbers)])
+    """What a call keeps as one vector of the type of the statistics: s_hat, then the numbers."""
+    parts = [getattr(kept, name) for name in ("mean", "sigma", *KEPT_NUMBERS)]
+    return torch.cat([part.flatten().to(kept.mean.dtype) for part in parts])
 
 
 def from_vector(vector: Tensor, shape: tuple[int, ...]) -> Kept:

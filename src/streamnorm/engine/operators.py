@@ -167,8 +167,8 @@ def _push_gradients(g: Tensor, kept: Tensor, tag: Tensor, text: str, among: str,
     if layer is not None:
         layer._on_backward()
         if layer._folds_alike:
-            grads = Stream(*h2)
-            write_stream(grads, fold_gradients(config, grads, *kept[-2:].to(torch.float64)))
+            grads, its = Stream(*h2), from_vector(kept.to(torch.float64), tuple(g.shape[1:]))
+            write_stream(grads, fold_gradients(config, grads, its.window, its.total))
     streams = backends.streams(config, g.dtype, g.device.type, False, among)
     return streams.backward(config, h2, kept, g, _memo_of(layer))
 

@@ -17,7 +17,7 @@ import torch  # before the kernels, which use the threads of the OpenMP runtime 
 from torch import Tensor
 from torch.nn import Parameter
 
-from ...core.algorithm import NUMBERS
+from ...core.algorithm import KEPT_NUMBERS, NUMBERS
 from ...core.config import CENTERS, SETTINGS, Config, Statistic
 from ...core.reference import CODES
 from ...core.state import FIELDS, H1, H2, PARTS, State, Stream, dtype_of, new_stream, shape_of, to_dict, write_stream
@@ -46,7 +46,7 @@ _WRITTEN: dict[str, tuple[str, Callable[[Any], list[Any]]]] = {
 }
 H1_NAMES, H2_NAMES = H1, tuple(name for name in H2 if name != "loss_scale")  # the scale goes with the call
 KNOWN = tuple(name for name in SETTINGS if name in _WRITTEN)  # and `ref`, which is always BA1
-_FIELDS = tuple(map(" ".join, (KNOWN, H1_NAMES, H2_NAMES)))
+_FIELDS = tuple(map(" ".join, (KNOWN, H1_NAMES, H2_NAMES, KEPT_NUMBERS)))
 _record = struct.Struct("".join(_WRITTEN[name][0] for name in KNOWN))
 
 fitting = getattr(_native, "fields", tuple)() == _FIELDS and hasattr(_native, "layer_normalize")

@@ -468,9 +468,9 @@ PyObject* threads(PyObject*, PyObject* wanted) {
     return number == -1 && PyErr_Occurred() ? nullptr : PyLong_FromLongLong(count_threads(number));
 }
 
-// The names of the fields of `Settings`, `H1` and `H2`.
+// The names of the fields of `Settings`, `H1` and `H2`, and of the numbers of `Kept`.
 PyObject* fields(PyObject*, PyObject*) {
-    return Py_BuildValue("(sss)", SETTINGS_FIELDS, H1_FIELDS, H2_FIELDS);
+    return Py_BuildValue("(ssss)", SETTINGS_FIELDS, H1_FIELDS, H2_FIELDS, KEPT_NUMBERS);
 }
 
 // suits(x stride, dy stride, type, channels, x, dy, gain): whether a backward pass is given what its forward pass had,

@@ -38,7 +38,7 @@ inline float lerp(float from, float to, float share) {  // rounds as torch.lerp 
     return share < 0.5f ? from + share * (to - from) : to - (to - from) * (1 - share);
 }
 
-const double FULL = 32;  // elements per statistic in a window from which on the guard does nothing
+const double FULL = 32;  // elements per statistic in a window from which on it counts whole
 const double ALIKE = 4;  // locations of a sample count for so many elements at most
 const float OWN = 0.5f;  // of `short` of the gradients is a call's own, if its samples are large and windows are full
 

@@ -36,6 +36,7 @@ struct H2 {  // what backward passes write
     Stream grads;
 };
 #define H2_FIELDS "grads_long grads_short grads_count grads_empty grads_pending"
+#define KEPT_NUMBERS "w accept weight_share window total own"  // of `Kept` of stream.h, after its vectors
 
 // What inputs, outputs and their gradients are made of; all else is float. In the order of ELEMENTS of binding.py.
 enum Element : int64_t { FLOAT32, BFLOAT16 };

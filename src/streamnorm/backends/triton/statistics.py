@@ -18,7 +18,7 @@ def push_statistics(
     sums,
     own_mean,
     own_sigma,
-    kept,  # written: 5 vectors and 5 numbers
+    kept,  # written: 5 vectors and 6 numbers
     stats_long,
     stats_short,
     stats_count,
