@@ -115,10 +115,10 @@ def test_it_says_what_was_found(full):
 
 @pytest.mark.usefixtures("undrawn")
 def test_it_says_how_rates_were_chosen():
-    each = "; the paper's, the same for every norm, none tuned here."
-    images, text = "0.1 for 25 epochs, then 0.01 for 5 epochs", "0.01 for 2 epochs, then 0.001 for 1 epochs"
+    each = "; the paper's rates, the same for every norm, none tuned here."
+    images, text = "0.1 (25), then 0.01 (5)", "0.01 (2), then 0.001 (1)"
     for name, told in (("online", images), ("rnn", text), ("table", f"{images} or {text}")):
-        assert f"Learning rate: {told}{each}" in Page(report([results(name)], [])).text
+        assert f"Learning rate (epochs): {told}{each}" in Page(report([results(name)], [])).text
 
 
 @pytest.mark.usefixtures("undrawn")

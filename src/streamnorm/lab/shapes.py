@@ -57,7 +57,15 @@ def _word(shape: Any) -> str:
 VERSIONS = {str: str}
 RUN = {
     "id": str,
-    "settings": {"net": str, "norm": {}, "samples": int, "batches": int, "evaluate": int, "seed": int},
+    "settings": {
+        "net": str,
+        "norm": {},
+        "samples": int,
+        "batches": int,
+        "evaluate": int,
+        "seed": int,
+        "rates": [[float]],
+    },
     "data": str,
     "outcome": str,
     "message": str,
@@ -105,6 +113,8 @@ def fit_run(run: Any, at: str = "it") -> None:
     fit_device(settings, f"{at}.settings")
     kinds = ["loss"] if settings["net"] in ("rnn", "gru") else ["loss", "error"]
     fit(run["chance"], dict.fromkeys(kinds, float), f"{at}.chance")
+    if any(len(each) != 2 for each in settings["rates"]):
+        raise ValueError(f"{at}.settings.rates must be pairs of a learning rate and epochs")
     if run["outcome"] not in OUTCOMES or settings["evaluate"] < 1:
         raise ValueError(f"{at}.outcome must be one of {', '.join(OUTCOMES)}, {at}.settings.evaluate 1 or more")
     if not curves and run["outcome"] != "finished":

@@ -32,8 +32,8 @@ def table(results: FigureResults) -> str:
 def rates(results: FigureResults) -> str:
     """The learning rates of a figure that is not varied, and how they were chosen."""
     schedules = dict.fromkeys(tuple(map(tuple, run["settings"]["rates"])) for run in results.runs)
-    told = [", then ".join(f"{rate:g} for {epochs:.3g} epochs" for rate, epochs in each) for each in schedules]
-    return f"Learning rate: {' or '.join(told)}; the paper's, the same for every norm, none tuned here."
+    told = [", then ".join(f"{rate:g} ({epochs:.3g})" for rate, epochs in each) for each in schedules]
+    return f"Learning rate (epochs): {' or '.join(told)}; the paper's rates, the same for every norm, none tuned here."
 
 
 def _cell(runs: Sequence[Result], name: str) -> str:
