@@ -23,6 +23,7 @@ ONE_THREAD = os.environ | {"OMP_NUM_THREADS": "1"}
 RUN_BY = {
     "benchmarks/averaging.py": "test_docs.py::test_the_benchmark_of_averages_runs",
     "benchmarks/bench.py": "test_docs.py::test_the_benchmark_of_cost",
+    "benchmarks/centralized.py": "test_docs.py::test_what_centralized_weights_are_worth_is_measured",
     "benchmarks/cases.py": "test_docs.py::test_every_case_of_the_benchmark_runs",
     "benchmarks/divergence.py": "test_docs.py::test_a_training_is_watched_from_inside",
     "benchmarks/evaluation.py": "test_docs.py::test_a_memory_for_evaluation_is_measured",

@@ -443,9 +443,17 @@ def printed_by(*words):
     return subprocess.run(command, capture_output=True, check=True, cwd=ROOT, text=True).stdout
 
 
-@pytest.mark.parametrize("name", ["evaluation", "own_gradient", "tasks"])
-def test_tables_are_those_of_their_measurement(name):
-    page = ROOT / ("docs/measured/online.md" if name == "tasks" else "docs/design/guard.md")
+@pytest.mark.parametrize(
+    ("name", "where"),
+    [
+        ("centralized", "measured/compare"),
+        ("evaluation", "design/guard"),
+        ("own_gradient", "design/guard"),
+        ("tasks", "measured/online"),
+    ],
+)
+def test_tables_are_those_of_their_measurement(name, where):
+    page = DOCS / f"{where}.md"
     shown = printed_by(f"benchmarks/{name}.py", "--table", f"benchmarks/results/{name}.json")
     assert shown.strip() in page.read_text(encoding="utf-8")
 
@@ -463,6 +471,15 @@ def test_the_share_of_a_batch_s_own_gradient_is_measured(tmp_path):
     shown = printed_by("benchmarks/own_gradient.py", "--data", "digits", "--size", 64, "--out", out)
     assert shown.count("| convolutional-recurrent, 2x16 @ 0.03 |") == 2  # as it goes on, and in the table
     assert printed_by("benchmarks/own_gradient.py", "--table", out) in shown
+
+
+def test_what_centralized_weights_are_worth_is_measured(tmp_path):
+    out = tmp_path / "found.json"
+    shown = printed_by("benchmarks/centralized.py", "--data", "digits", "--size", 64, "--out", out)
+    assert shown.count("| 2x1 @ 0.003 |") == 2
+    assert printed_by("benchmarks/centralized.py", "--table", out) in shown
+    arms = read_json(out)["rows"][1]["accuracies"]
+    assert len({str(found) for found in arms.values()}) == len(arms)
 
 
 def test_a_stream_of_tasks_is_measured(tmp_path):

@@ -86,6 +86,7 @@ def _judge(claim: Claim, results: FigureResults) -> Verdict:
         values = []
     mean, error = mean_and_error(values)
     found = OPEN if results.scale == SMOKE.name else outcome(values)  # a handful of updates says nothing
+    found = found if values else NOT_RUN
     where = (results.scale, results.file_name, results.late)
     return Verdict(*_told(claim), found, values, mean, error, claim.unit, *where)
 

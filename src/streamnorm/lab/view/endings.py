@@ -48,9 +48,13 @@ def verdicts(claims: Sequence[Verdict]) -> str:
     """Every claim with its outcome and number."""
     several = len({claim.file_name for claim in claims}) > 1
     return "\n".join(
-        f"{claim.outcome:20} {claim.text}: {claim.mean:+.3f}"
-        + (f" ± {claim.error:.3f}" if len(claim.values) > 1 else "")
-        + f" {claim.unit}"
-        + (f" [{claim.file_name}]" if several else "")
+        f"{claim.outcome:20} {claim.text}{_number(claim)}" + (f" [{claim.file_name}]" if several else "")
         for claim in claims
     )
+
+
+def _number(claim: Verdict) -> str:
+    if not claim.values:
+        return ""
+    spread = f" ± {claim.error:.3f}" if len(claim.values) > 1 else ""
+    return f": {claim.mean:+.3f}{spread} {claim.unit}"
