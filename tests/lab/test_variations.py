@@ -13,7 +13,7 @@ from streamnorm.lab.figures import FIGURES
 from streamnorm.lab.results import read_folder, read_results
 from streamnorm.lab.variations import SETTINGS, read_variation, varied
 from streamnorm.lab.view import findings
-from streamnorm.lab.view.varied import draw_varied
+from streamnorm.lab.view.varied import build_varied, draw_varied
 
 RUN = FIGURES["online"]["LN 32 x 1"]
 PAGE = "# Results\n\n<!-- claims -->\n<!-- end of claims -->\n\nBetween.\n\n<!-- varied -->\n<!-- end of varied -->\n"
@@ -142,6 +142,20 @@ def test_claims_are_drawn_against_a_factor(tmp_path):
     ):
         assert draw_varied(others, tmp_path) == []
         assert findings.varied_part(others, "../results") == findings.varied_table(others)
+
+
+def test_claims_are_drawn_by_their_unit_and_only_where_something_was_varied():
+    tried = [replace(results("online"), variation=each) for each in ({}, {"rate": 0.3}, {"rate": 0.1})]
+    assert [axes.get_ylabel() for axes in build_varied(tried).axes] == ["nats", "points"]
+    for each in tried[1:]:
+        del each.curves["streaming 1 x 32"]
+    shown = [text for text, _ in findings.lines(tried)]
+    assert shown
+    assert not any("1 x 32" in text for text in shown)
+    assert "1 x 32" not in findings.varied_table(tried)
+    for each in tried[1:]:
+        del each.curves["streaming 2 x 16"], each.curves["streaming 32 x 1"]
+    assert findings.drawings(tried) == {}
 
 
 def test_groups_begin_with_what_was_not_varied():

@@ -96,16 +96,21 @@ def columns(group: Sequence[FigureResults]) -> list[str]:
 
 
 def lines(group: Sequence[FigureResults]) -> list[tuple[str, list[Verdict]]]:
-    """Claims, and how each of the results judges them; without those that none of them can judge."""
+    """Claims, and how each of the results judges them; without those that only one of several can judge."""
     judged = [judge(each) for each in group]
     rows = [(claims[0].text, list(claims)) for claims in zip(*judged, strict=True)]
-    return [(text, claims) for text, claims in rows if any(claim.values for claim in claims)]
+    least = min(len(group), 2)
+    return [(text, claims) for text, claims in rows if sum(bool(claim.values) for claim in claims) >= least]
 
 
 def drawings(group: Sequence[FigureResults]) -> dict[str, list[FigureResults]]:
     """What is drawn of a group, by names of files: results for a factor that alone was varied, if enough."""
     by_factor = {name: [each for each in group if each.variation.keys() <= {name}] for name in FACTORS}
-    return {f"{group[0].file_name}-varied-{name}": each for name, each in by_factor.items() if len(each) >= ENOUGH}
+    return {f"{group[0].file_name}-varied-{name}": each for name, each in by_factor.items() if drawable(each)}
+
+
+def drawable(group: Sequence[FigureResults]) -> bool:
+    return len(group) >= ENOUGH and bool(lines(group))
 
 
 def varied_part(group: Sequence[FigureResults], where: str) -> str:

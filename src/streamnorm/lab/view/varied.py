@@ -37,23 +37,26 @@ def build_varied(group: Sequence[FigureResults]) -> "Drawing":
         from matplotlib.figure import Figure as Drawing
 
         drawing = Drawing(figsize=(WIDTH, HEIGHT), layout="constrained")
-        axes, first = drawing.subplots(), group[0]
+        first, rows = group[0], lines(group)
+        units = list(dict.fromkeys(claims[0].unit for _, claims in rows))
+        panels = dict(zip(units, drawing.subplots(1, len(units), squeeze=False)[0], strict=True))
         name = next(name for each in group for name in each.variation)
         factors = [float(each.variation.get(name, 1)) for each in group]
         looks, shown = {}, []
-        for number, (text, claims) in enumerate(lines(group)):
+        for number, (text, claims) in enumerate(rows):
             look = Look(COLOURS[number % len(COLOURS)], DASHES[number % len(DASHES)], MARKERS[number % 6], False)
             looks[text] = look
             shown.append(Line(text, "", True, [0.0], [], [], []))
             judged = [(x, claim) for x, claim in zip(factors, claims, strict=True) if claim.values]
             x, y, error = zip(*sorted((x, claim.mean, claim.error) for x, claim in judged), strict=True)
-            axes.errorbar(x, y, yerr=error, **drawn(look))
-        axes.axhline(0, color="0.35", linewidth=0.8)
-        axes.set_xscale("log")
-        axes.set_xticks(factors, [f"{value:g}" for value in factors])
-        axes.minorticks_off()
-        axes.set_xlabel(SETTINGS[name].text)
-        axes.set_ylabel(lines(group)[0][1][0].unit)
+            panels[claims[0].unit].errorbar(x, y, yerr=error, **drawn(look))
+        for unit, axes in panels.items():
+            axes.axhline(0, color="0.35", linewidth=0.8)
+            axes.set_xscale("log")
+            axes.set_xticks(factors, [f"{value:g}" for value in factors])
+            axes.minorticks_off()
+            axes.set_xlabel(SETTINGS[name].text)
+            axes.set_ylabel(unit)
         drawing.set_size_inches(WIDTH, HEIGHT + explain(drawing, shown, looks, NOTE))
         title = f"{first.figure.title}, {first.scale}: claims against {name}"
         drawing.suptitle(title, fontsize=11, fontweight="bold")
