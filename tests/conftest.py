@@ -1,4 +1,5 @@
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -18,6 +19,8 @@ LONGEST = ("test_cli", "test_devices", "test_triton", "test_memory", "test_comma
 def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: item.path.stem not in LONGEST)
 
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's job in the background is begun without
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # several processes share the cores
     torch.set_num_threads(1)
