@@ -38,7 +38,7 @@ from streamnorm.lab.compare import (
     rate_of,
     stages,
 )
-from streamnorm.lab.compared import Compared, Scored, read_compared
+from streamnorm.lab.compared import TRAINING, Compared, Scored, read_compared
 from streamnorm.lab.data import load_images
 from streamnorm.lab.errors import StoreError
 from streamnorm.lab.models import make_norm
@@ -438,6 +438,26 @@ def test_a_difference_on_test_images_stands_beside_that_on_held_out_ones():
     runs = [replace(run, valid_error=0.48 + 0.01 * run.seed) if run.rate == best else run for run in found.runs]
     runs = [replace(run, valid_error=0.5) if run.norm == "group norm" and run.rate == best else run for run in runs]
     assert sentences(replace(found, runs=runs)) == "2x1: streaming is ahead of group norm, +5.0 ± 0.7 (held out: +1.5)."
+
+
+@pytest.mark.parametrize(
+    ("losses", "sentence"),
+    [
+        ((1.40, 1.42), "2x1: streaming is ahead of group norm, +0.090 ± 0.010 nats."),
+        ((1.60, 1.62), "Lost: 2x1: streaming is behind group norm, -0.110 ± 0.010 nats."),
+        ((1.49, 1.51), "2x1: streaming ties with group norm, +0.000 ± 0.010 nats."),
+    ],
+)
+def test_the_training_loss_is_judged_too(losses, sentence):
+    """By the rival whose loss is the lowest, not by the one whose accuracy is the highest."""
+    found = made_up({"batch norm": [50, 51], "group norm": [40, 41], "streaming": [45, 46]})
+    worse = {"batch norm": 1.9}
+    runs = [replace(run, train_loss=worse.get(run.norm, run.train_loss)) for run in found.runs]
+    runs = [replace(run, train_loss=losses[run.seed]) if run.norm == "streaming" else run for run in runs]
+    found = replace(found, runs=runs)
+    assert sentences(found, TRAINING) == sentence
+    assert sentence in markdown(found)
+    assert sentences(found).startswith("Lost: 2x1: streaming is behind batch norm")
 
 
 def test_nothing_is_said_without_all_runs_or_with_one_seed():

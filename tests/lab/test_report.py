@@ -113,6 +113,14 @@ def test_it_says_what_was_found(full):
     assert re.search(r"\d+\.\d\d ± \d\.\d\d", text)
 
 
+def test_what_was_varied_is_drawn_and_says_how_it_was_made():
+    tried = [replace(results("rnn"), variation=each) for each in ({}, {"start": 2.0}, {"start": 8.0})]
+    page = Page(report(tried, []))
+    assert len(page.all("img")) == 2  # the figure, and its claims against the start
+    assert any("start x 2 (3)" in image["alt"] for image in page.all("img"))
+    assert page.text.count(f"{tried[1].command}; {len(tried[1].runs)} runs, ") == 2
+
+
 @pytest.mark.usefixtures("undrawn")
 def test_it_says_how_rates_were_chosen():
     each = "; the paper's rates, the same for every norm, none tuned here."

@@ -107,6 +107,7 @@ def test_all_claims_are_listed_whether_they_were_run_or_not():
     told = findings.summary(claims)
     assert told.startswith(f"{len(CLAIMS)} claims: ")
     assert told.endswith(f"{counts[NOT_RUN]} {NOT_RUN}.")
+    assert findings.summary(twice).startswith(f"{len(CLAIMS)} claims, judged {len(twice)} times: ")
 
 
 def test_a_claim_keeps_its_line_and_its_sign():
@@ -141,7 +142,9 @@ def test_claims_are_drawn_against_a_factor(tmp_path):
         group({}, {"start": 2.0, "rate": 2.0}, {"rate": 2.0}),
     ):
         assert draw_varied(others, tmp_path) == []
-        assert findings.varied_part(others, "../results") == findings.varied_table(others)
+        assert "![" not in findings.varied_part(others, "../results")
+    told = findings.varied_part(tried, "../results").splitlines()
+    assert sum(f"`{tried[0].command}`; {len(tried[0].runs)} runs, " in line for line in told) == 2
 
 
 def test_claims_are_drawn_by_their_unit_and_only_where_something_was_varied():

@@ -164,7 +164,8 @@ def compare(
         compared = train_and_compare(plans, out, data_folder=data_folder, carrier=carrier, training=training)
     for found in compared:
         print(contest.table(found))
-        print(contest.sentences(found))
+        for part, title in contest.JUDGED_BY.items():
+            print(title, contest.sentences(found, part), sep="\n")
         if rewriting:
             found.write(out)
         written = [out / f"{found.plan.file_name}.{kind}" for kind in ("json", "md")] if writing else []

@@ -34,6 +34,7 @@ from .runs import located
 from .shapes import COMPARED, OUTCOMES, fit, fit_device
 from .store import read_json, refused, write_rows
 
+TEST, TRAINING = "test", "training"  # what norms are judged by
 ROW = {
     "norm": str,
     "samples": int,
@@ -83,6 +84,10 @@ class Cell:
     loss: tuple[float, float]
     held_out: float  # accuracy on the validation images
 
+    def score(self, part: str) -> tuple[float, float]:
+        """What norms are judged by, more is better: the accuracy, or the training loss with its sign changed."""
+        return self.accuracy if part == TEST else (-self.loss[0], self.loss[1])
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -91,9 +96,9 @@ class Verdict:
     size: Size
     ours: str
     rival: str
-    difference: float  # ours - theirs, in per cent
+    difference: float  # positive where ours is better: in per cent of the test images, or in nats of the training loss
     error: float  # of the difference, over the seeds
-    held_out: float  # the same difference on the validation images
+    held_out: float | None  # the same difference on the validation images; None for the training loss
 
     @property
     def outcome(self) -> str:
@@ -168,8 +173,11 @@ class Compared:
         runs = self.of(entry)
         return f"{len(runs)} run{'s' * (len(runs) != 1)}, no rate yet"
 
-    def verdicts(self) -> list[Verdict]:
-        """Of all sizes where ours and all its rivals have their runs; those that are lost first."""
+    def verdicts(self, part: str = TEST) -> list[Verdict]:
+        """Of all sizes where ours and all its rivals have their runs; those that are lost first.
+
+        `part`: by the accuracy on the test images, or by the training loss.
+        """
         found = []
         for size in self.plan.sizes:
             for ours, rivals in RIVALS.items():
@@ -179,9 +187,9 @@ class Compared:
                 theirs = {norm: cell for norm, cell in cells.items() if cell is not None}
                 if mine is None or not present or len(theirs) < len(present) or self.plan.seeds < 2:
                     continue
-                rival = max(theirs, key=lambda norm: theirs[norm].accuracy[0])
-                (a, a_error), (b, b_error) = mine.accuracy, theirs[rival].accuracy
-                held_out = mine.held_out - theirs[rival].held_out
+                rival = max(theirs, key=lambda norm: theirs[norm].score(part)[0])
+                (a, a_error), (b, b_error) = mine.score(part), theirs[rival].score(part)
+                held_out = mine.held_out - theirs[rival].held_out if part == TEST else None
                 found.append(Verdict(size, ours, rival, a - b, math.hypot(a_error, b_error), held_out))
         return sorted(found, key=lambda verdict: ("lost", "tie", "won").index(verdict.outcome))
 

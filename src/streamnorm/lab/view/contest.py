@@ -3,7 +3,9 @@
 import math
 
 from ..compare import Entry, Size, size_name
-from ..compared import Cell, Compared, Verdict
+from ..compared import TEST, TRAINING, Cell, Compared, Verdict
+
+JUDGED_BY = {TEST: "By the accuracy on test images:", TRAINING: "By the training loss, at the same rates:"}
 
 
 def heading(found: Compared) -> str:
@@ -28,21 +30,25 @@ def markdown(found: Compared) -> str:
         rows = [[title, *map(size_name, found.plan.sizes)], ["---"] * (len(found.plan.sizes) + 1)]
         rows += [[norm, *(text(found, norm, size) for size in found.plan.sizes)] for norm in found.plan.rows]
         parts.append("\n".join(f"| {' | '.join(row)} |" for row in rows))
-    parts.append("\n".join(f"- {line}" for line in _sentences(found)))
+    for part, title in JUDGED_BY.items():
+        parts += [title, "\n".join(f"- {line}" for line in _sentences(found, part))]
     return "\n\n".join(parts)
 
 
-def sentences(found: Compared) -> str:
-    return "\n".join(_sentences(found))
+def sentences(found: Compared, part: str = TEST) -> str:
+    return "\n".join(_sentences(found, part))
 
 
-def _sentences(found: Compared) -> list[str]:
-    verdicts = found.verdicts()
+def _sentences(found: Compared, part: str) -> list[str]:
+    verdicts = found.verdicts(part)
     return list(map(_sentence, verdicts)) or ["No cell is judged yet, for want of runs or seeds."]
 
 
 def _sentence(verdict: Verdict) -> str:
-    by = f"{verdict.difference:+.1f} ± {verdict.error:.1f} (held out: {verdict.held_out:+.1f})"
+    if verdict.held_out is None:
+        by = f"{verdict.difference:+.3f} ± {verdict.error:.3f} nats"
+    else:
+        by = f"{verdict.difference:+.1f} ± {verdict.error:.1f} (held out: {verdict.held_out:+.1f})"
     ways = {"lost": "is behind", "tie": "ties with", "won": "is ahead of"}
     mark = "Lost: " if verdict.outcome == "lost" else ""
     return f"{mark}{size_name(verdict.size)}: {verdict.ours} {ways[verdict.outcome]} {verdict.rival}, {by}."

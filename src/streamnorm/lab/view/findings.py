@@ -36,11 +36,12 @@ def with_findings(path: Path, found: Sequence[FigureResults], folder: Path) -> s
 
 
 def summary(claims: Iterable[Verdict]) -> str:
-    """How many claims there are, and how they were judged; a claim that was judged twice counts as its first."""
-    first = {claim.name: claim.outcome for claim in reversed(list(claims))}
-    counts = Counter(first.values())
+    """How many claims there are, and how they were judged: each time, where one was judged at two scales."""
+    claims = list(claims)
+    counts, names = Counter(claim.outcome for claim in claims), {claim.name for claim in claims}
     told = [f"{counts[outcome]} {outcome}" for outcome in SIGNS if counts[outcome]]
-    return f"{len(first)} claim{'s' * (len(first) != 1)}: {', '.join(told)}."
+    often = f", judged {len(claims)} times" if len(claims) > len(names) else ""
+    return f"{len(names)} claim{'s' * (len(names) != 1)}{often}: {', '.join(told)}."
 
 
 def claims_table(claims: Sequence[Verdict]) -> str:
@@ -76,7 +77,12 @@ def figure(results: FigureResults, where: str) -> str:
     shown = f"![{results.figure.title}]({where}/{results.file_name}.png)"
     said = f"The paper: *{results.figure.paper}*"
     made = f"```text\n$ {results.command}\n{table(results)}\n{verdicts(judge(results))}\n```"
-    return "\n\n".join([said, shown, rates(results), made])
+    return "\n\n".join([said, shown, f"{rates(results)} {took(results)}", made])
+
+
+def took(results: FigureResults) -> str:
+    """By the clocks of the runs, one of which has one thread; they may have shared the machine with others."""
+    return f"{len(results.runs)} runs, {sum(run['seconds'] for run in results.runs) / 60:.0f} minutes in all."
 
 
 def groups(found: Sequence[FigureResults]) -> list[list[FigureResults]]:
@@ -115,7 +121,8 @@ def drawable(group: Sequence[FigureResults]) -> bool:
 
 def varied_part(group: Sequence[FigureResults], where: str) -> str:
     shown = [f"![claims of {group[0].figure.name}, {name}]({where}/{name}.png)" for name in drawings(group)]
-    return "\n\n".join([varied_table(group), *shown])
+    made = [f"- {words(each.variation)}: `{each.command}`; {took(each)}" for each in group if each.variation]
+    return "\n\n".join([varied_table(group), *shown, "\n".join(made)])
 
 
 def varied_table(group: Sequence[FigureResults]) -> str:

@@ -5,6 +5,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,13 @@ from ..errors import MissingExtra
 from ..results import FigureResults, Result, ends, final, finished, mean_and_error
 from ..scales import SCALES
 from ..store import write_text
+from ..variations import words
 from .endings import rates
-from .findings import SIGNS, columns, digits_of, groups, lines, summary
+from .findings import SIGNS, columns, digits_of, drawings, groups, lines, summary, took
 from .lines import ERROR, LOSS, Measure, ending, measure_of, origin
 from .page import Html, folded, html, join, link, page, picture, table, tag, terms
 from .plot import render
+from .varied import render_varied
 
 TITLE = "Streaming normalization: the paper's experiments, run again"
 LEAD = (
@@ -126,6 +129,12 @@ def variations(tried: Sequence[Sequence[FigureResults]]) -> Html:
         ]
         caption = f"{heading(replace(group[0], variation={}))}. In brackets: seeds."
         parts.append(table(caption, ("Claim", *columns(group)), rows))
+        for results in drawings(group).values():
+            parts.append(
+                shown(partial(render_varied, results), f"The table above as a drawing: {', '.join(columns(results))}.")
+            )
+        made = [(words(each.variation), join([tag("code", each.command), f"; {took(each)}"])) for each in group]
+        parts.append(terms(pair for pair in made if pair[0]))
     return tag("section", *parts, aria_labelledby="varied")
 
 
@@ -163,13 +172,17 @@ def section(results: FigureResults, name: str, claims: Sequence[Verdict]) -> Htm
 
 
 def drawing(results: FigureResults) -> Html:
+    return shown(partial(render, results), describe(results))
+
+
+def shown(drawn: Callable[[str], bytes], description: str) -> Html:
     try:
-        return picture(render(results, "svg"), described(results))
+        return picture(drawn("svg"), description)
     except MissingExtra as missing:
         return tag("p", f"The figure is not shown: {missing}")
 
 
-def described(results: FigureResults) -> str:
+def describe(results: FigureResults) -> str:
     """What the figure shows, for those who do not see it."""
     count = len(results.curves)
     if results.figure.name == "table":
@@ -196,16 +209,16 @@ def final_numbers(results: FigureResults) -> Html:
     rows = [
         (
             keep(label),
+            ending(each) or "finished",
             *(keep(spread(each, f"{part}_{measure.name}", measure)) for part, measure in columns),
             f"{len(finished(each))} of {len(each)}",
             keep(average(each, "updates")),
             keep(average(each, "seconds")),
-            ending(each) or "finished",
         )
         for label, each in results.curves.items()
     ]
     caption = "Mean ± standard error over the runs that finished; updates and seconds are means per run."
-    return table(caption, ("Curve", *heads, "Finished", "Updates", "Seconds", "Outcome"), rows)
+    return table(caption, ("Curve", "Outcome", *heads, "Finished", "Updates", "Seconds"), rows)
 
 
 def has(results: Iterable[Result], measure: Measure) -> bool:

@@ -26,9 +26,14 @@ def draw_varied(group: Sequence[FigureResults], folder: Path) -> list[Path]:
     for name, results in drawings(group).items():
         for kind in ("png", "svg"):
             paths.append(folder / f"{name}.{kind}")
-            with style():
-                write_bytes(paths[-1], file_of(build_varied(results), kind, varied_table(results)))
+            write_bytes(paths[-1], render_varied(results, kind))
     return paths
+
+
+def render_varied(group: Sequence[FigureResults], kind: str) -> bytes:
+    """The drawing as the contents of a file; `kind`: "png" or "svg"."""
+    with style():
+        return file_of(build_varied(group), kind, varied_table(group))
 
 
 def build_varied(group: Sequence[FigureResults]) -> "Drawing":
