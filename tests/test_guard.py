@@ -1,4 +1,4 @@
-"""The guard of small windows: full ones follow the paper bit for bit, small ones do not blow up.
+"""The guard: full windows follow the paper bit for bit but for large samples, small ones do not blow up.
 
 What it computes is checked against the oracle in test_exactness.py; here are the laws around it.
 """

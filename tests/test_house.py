@@ -53,7 +53,8 @@ VIEW = [
     {"__init__", "lines", "looks", "page", "cells", "contest", "endings"},
     {"matrix", "findings"},
     {"plot"},
-    {"report", "panels", "varied", "versus"},
+    {"panels", "varied", "versus"},
+    {"report"},
 ]
 CHECK = [{"__init__"}, {"agreement", "system", "times"}, {"sequences"}, {"cases"}, {"run"}]
 FLOORS = {"lab": LAB, "lab.check": CHECK, "lab.data": DATA, "lab.view": VIEW}

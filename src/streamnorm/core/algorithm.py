@@ -1,7 +1,7 @@
 """Algorithms 5 and 6 of the paper: F streams statistics in the forward pass, G their gradients in the backward pass.
 
 Pure functions from state to state, in plain torch: long, short and count of a stream (push, blend, fold), the guard of
-small windows, the warm start, and F and G made of these.
+small windows and large samples, the warm start, and F and G made of these.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ from .statistics import (
 
 FULL = 32  # elements per statistic in a window from which on it counts whole
 ALIKE = 4  # locations of a sample count for so many elements at most: neighbours are alike
-OWN = 0.5  # of `short` of the gradients is a call's own, if windows are full, and samples have FULL locations or more
+OWN = 0.5  # of `short` of the gradients is a call's own, after a full window, if samples have FULL locations or more
 KEPT_NUMBERS = ("w", "accept", "weight_share", "window", "total", "own")  # of `Kept`, as a vector has them
 NUMBERS = len(KEPT_NUMBERS)
 
@@ -40,7 +40,7 @@ class Kept(NamedTuple):
     weight_share: Tensor  # that its window holds of a full one, for the guard; 1 without
     window: Tensor  # elements of the window before, and of all windows with it: what a fold of H2 goes by
     total: Tensor
-    own: Tensor  # what of `short` of the gradients is to be the call's own gradient, for the guard; 0 without
+    own: Tensor  # OWN where the guard makes that much of `short` of the gradients the call's own, else 0
 
 
 def to_vector(kept: Kept) -> Tensor:
@@ -155,7 +155,7 @@ def stream_gradients(
     accept = kept.accept & all_finite(g)
     grads = push(grads, g, accept)
     long, short, present = config.beta
-    recent = torch.where(accept & (kept.own > 0), torch.lerp(grads.short, g, kept.own), grads.short)
+    recent = torch.where(accept & (kept.own > 0), torch.lerp(grads.short, g, OWN), grads.short)
     g_hat = blend(grads, *guarded((long, short), kept.weight_share), recent)
     if present:
         g_hat = g_hat + present * g
@@ -247,7 +247,7 @@ def drop(stream: Stream, dropped: Tensor) -> Stream:
     return replace(stream, short=torch.where(dropped, stream.long, stream.short), count=stream.count * ~dropped)
 
 
-# ---- the guard of small windows (ours) ------------------------------------------------------------------------------
+# ---- the guard (ours) ------------------------------------------------------------------------------
 
 
 def held(before: Tensor, new: Tensor, begins: bool) -> Tensor:

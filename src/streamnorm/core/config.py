@@ -61,7 +61,8 @@ class Config(Statistic):
         kappa: weights of `long` and `short` in a fold of H1, then of H2; alpha for both if None.
         warmup: elements per statistic for which the layer turns from a layer norm into a streaming norm; 0 switches
             that off. Not the paper's.
-        guard: whether windows with few elements count for less. Not the paper's.
+        guard: whether windows with few elements count for less, and large samples in several calls go half by their
+            own gradient of the statistics. Not the paper's.
         eval_memory: samples that evaluation averages over, at least; 0 is the paper's latest s_hat. None: 64, and 0
             without the guard. Not the paper's.
 

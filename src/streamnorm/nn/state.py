@@ -42,7 +42,7 @@ class Stateful(LiveStatistics, Listener):
     kappa = setting("kappa", "Weights of `long` and `short` in a fold of H1, then of H2.")
     warmup = setting("warmup", "Elements per statistic for which it turns from a layer norm into a streaming norm.")
     eval_memory = setting("eval_memory", "Samples that evaluation averages over, at least; 0: the latest s_hat.")
-    guard = setting("guard", "Whether windows with few elements count for less.")
+    guard = setting("guard", "Whether small windows count for less, and large samples go half by their own gradient.")
 
     def _begin_state(self, device: Device, dtype: torch.dtype | None) -> None:
         self._state = stream.new_state(self._initial_shape(), statistics_like(device, dtype))

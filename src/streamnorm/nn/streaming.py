@@ -45,8 +45,9 @@ class StreamingNorm(Calls):
             switches that off. Not the paper's.
         guard: whether windows between weight updates with fewer than 32 elements per statistic count for less, and
             pass on no longer a gradient than their own. Locations of one sample count for four elements at most, and
-            a sequence counts once. Full windows follow the paper exactly, but for those of several calls with samples
-            of 32 locations or more per statistic: half of `short` is then the call's own gradient. Not the paper's.
+            a sequence counts once. Full windows follow the paper exactly, with one exception: after a full
+            window, half of `short` in g_hat is the call's own gradient, if its samples have 32 locations or more per
+            statistic and beta1 is not 0; with one call per update that changes nothing. Not the paper's.
         eval_memory: samples that evaluation averages over, at least: a window of n samples counts for n / eval_memory
             there, if that is less than its weight in training. 0 is the paper's latest s_hat. None: 64 with the
             guard, 0 without. Training does not depend on it. Not the paper's.

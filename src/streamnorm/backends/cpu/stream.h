@@ -40,7 +40,7 @@ inline float lerp(float from, float to, float share) {  // rounds as torch.lerp 
 
 const double FULL = 32;  // elements per statistic in a window from which on it counts whole
 const double ALIKE = 4;  // locations of a sample count for so many elements at most
-const float OWN = 0.5f;  // of `short` of the gradients is a call's own, if its samples are large and windows are full
+const float OWN = 0.5f;  // of `short` of the gradients is a call's own, after a full window, if its samples are large
 
 // What so many elements are of a full window; 1 where their number is not known, 0, or nothing is guarded.
 inline float share_of(const Settings& set, double elements) {

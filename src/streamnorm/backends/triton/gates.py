@@ -9,6 +9,7 @@ copied from the host, and no address outlives the call that read it.
 import triton
 import triton.language as tl
 
+from ...core.algorithm import KEPT_NUMBERS
 from ...core.state import H1, H2
 from .gradients import push_gradients
 from .passes import pull_back, sum_powers
@@ -16,6 +17,7 @@ from .statistics import push_statistics
 
 # The order of a row is that of the kernels' own arguments.
 assert [name for name in push_statistics.arg_names if name in H1] == list(H1)
+assert KEPT_NUMBERS == ("w", "accept", "weight_share", "window", "total", "own")  # numbers 0 to 5 in kernels, 6 in all
 assert [name for name in push_gradients.arg_names if name in H2] == [name for name in H2 if name != "loss_scale"]
 # What differs from timestep to timestep, or from set to set: kernels are not compiled anew for it.
 PLACE = ("step", "row", "rows", "first_norm", "first_gate", "gates", "norms")
