@@ -22,7 +22,7 @@ from streamnorm.lab.results import mean_and_error
 from streamnorm.lab.train import train
 
 NET, SEEDS = "resnet-8", 3
-SIZES = ((1, 1), (2, 1), (4, 1))
+SIZES = ((2, 1),)
 NORMS = ("streaming", "streaming + WS")
 
 

@@ -451,8 +451,10 @@ def printed_by(*words):
     [
         ("centralized", "measured/compare"),
         ("evaluation", "design/guard"),
+        ("finetune", "design/guard"),
         ("own_gradient", "design/guard"),
         ("tasks", "measured/online"),
+        ("without_guard", "design/guard"),
     ],
 )
 def test_tables_are_those_of_their_measurement(name, where):
@@ -483,6 +485,22 @@ def test_what_centralized_weights_are_worth_is_measured(tmp_path):
     assert printed_by("benchmarks/centralized.py", "--table", out) in shown
     arms = read_json(out)["rows"][1]["accuracies"]
     assert len({str(found) for found in arms.values()}) == len(arms)
+
+
+def test_a_converted_network_is_trained_on_and_tested_three_ways(tmp_path):
+    out = tmp_path / "found.json"
+    shown = printed_by("benchmarks/finetune.py", "--seeds", 1, "--out", out)
+    assert printed_by("benchmarks/finetune.py", "--table", out) == shown
+    latest, memory, anew = read_json(out)["rows"][0]["accuracies"]
+    assert min(latest, memory, anew) > 80
+    assert latest != memory
+
+
+def test_the_comparison_without_the_guard_is_measured(tmp_path):
+    out = tmp_path / "found.json"
+    shown = printed_by("benchmarks/without_guard.py", "--data", "digits", "--size", 64, "--out", out)
+    assert shown.count("| 2x1 | ") == 2
+    assert printed_by("benchmarks/without_guard.py", "--table", out) in shown
 
 
 def test_a_stream_of_tasks_is_measured(tmp_path):

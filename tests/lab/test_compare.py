@@ -38,7 +38,7 @@ from streamnorm.lab.compare import (
     rate_of,
     stages,
 )
-from streamnorm.lab.compared import TRAINING, Compared, Scored, read_compared
+from streamnorm.lab.compared import TEST, TRAINING, Compared, Scored, read_compared
 from streamnorm.lab.data import load_images
 from streamnorm.lab.errors import StoreError
 from streamnorm.lab.models import make_norm
@@ -485,6 +485,18 @@ def test_the_comparison_is_quoted_as_it_is():
         assert f"<!-- compare-{net} -->" in page
     for each in committed():
         assert filled(page, each.plan.file_name, markdown(each)) == page, each.plan.net
+
+
+def test_the_page_says_how_many_cells_are_lost():
+    told = []
+    for part in (TEST, TRAINING):
+        verdicts = [verdict for each in committed() for verdict in each.verdicts(part)]
+        for ours in ("streaming", "streaming + WS"):
+            outcomes = [verdict.outcome for verdict in verdicts if verdict.ours == ours]
+            told.append(f"{outcomes.count('lost')} of {len(outcomes)}")
+    test, ws, training, training_ws = told
+    words = f"`streaming` is behind in {test} cells and `streaming + WS` in {ws}; by training loss in {training} and "
+    assert words + training_ws in " ".join(PAGE.read_text(encoding="utf-8").split())
 
 
 def test_the_page_names_every_norm():

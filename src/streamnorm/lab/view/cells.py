@@ -13,12 +13,20 @@ from ..store import write_text
 MARKS = "<!-- {name} -->", "<!-- end of {name} -->"  # around the generated part of a page
 
 
+def shown(results: Online) -> list[str]:
+    """The norms that have a run; all while none has."""
+    norms = norms_of(results.grid.net)
+    begun = {norm for run in results.runs for norm in run.norms}
+    return [norm for norm in norms if norm in begun] or norms
+
+
 def heading(results: Online) -> str:
-    grid = results.grid
+    grid, left_out = results.grid, [norm for norm in norms_of(results.grid.net) if norm not in shown(results)]
     return (
         f"{grid.net}: {grid.size:,} samples of {grid.data}, {_several(len(grid.rates), 'learning rate')}, "
         f"{_several(grid.seeds, 'seed')}; {len(results.runs):,} of {results.planned:,} runs; "
         f"the best rate by {f'{grid.held_out:,} held-out' if grid.held_out else 'the test'} images"
+        + (f"; not measured: {' and '.join(left_out)}" if left_out else "")
     )
 
 
@@ -31,7 +39,7 @@ def _several(count: int, word: str) -> str:
 
 def table(results: Online) -> str:
     """Accuracy at the best rate, at the median one, and how many runs diverged: a block per batches per update."""
-    grid, norms = results.grid, norms_of(results.grid.net)
+    grid, norms = results.grid, shown(results)
     width = max(map(len, norms))
     lines = [heading(results), "accuracy in %: at the best rate (median of the rates) [runs that diverged]"]
     for batches in grid.batches:
@@ -85,7 +93,7 @@ def markdown(results: Online) -> str:
     parts = [f"`{grid.command}`", heading(results) + "."]
     for batches in grid.batches:
         heads = [_window(batches), *(_several(size, "sample") for size in grid.samples)]
-        rows = [[norm, *(_long(results, norm, size, batches) for size in grid.samples)] for norm in norms_of(grid.net)]
+        rows = [[norm, *(_long(results, norm, size, batches) for size in grid.samples)] for norm in shown(results)]
         parts.append("\n".join(map(line, [heads, ["---"] * len(heads), *rows])))
     parts.append("\n".join([*(f"- Streaming {_verdict(goal)}." for goal in goals(results)), *_limits(results)]))
     return "\n\n".join(parts)
