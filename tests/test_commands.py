@@ -28,6 +28,7 @@ RUN_BY = {
     "benchmarks/divergence.py": "test_docs.py::test_a_training_is_watched_from_inside",
     "benchmarks/evaluation.py": "test_docs.py::test_a_memory_for_evaluation_is_measured",
     "benchmarks/finetune.py": "test_docs.py::test_a_converted_network_is_trained_on_and_tested_three_ways",
+    "benchmarks/references.py": "test_docs.py::test_what_each_reference_costs_is_measured",
     "benchmarks/without_guard.py": "test_docs.py::test_the_comparison_without_the_guard_is_measured",
     "benchmarks/own_gradient.py": "test_docs.py::test_the_share_of_a_batch_s_own_gradient_is_measured",
     "benchmarks/tasks.py": "test_docs.py::test_a_stream_of_tasks_is_measured",

@@ -21,6 +21,7 @@ import torch
 from makefile import has_make, recipe, run_line
 
 from streamnorm import StreamingNorm
+from streamnorm.core.reference import CODES
 from streamnorm.lab.compare import NETS, Entry, is_convolutional
 from streamnorm.lab.compared import read_compared
 from streamnorm.lab.models import NetC
@@ -453,6 +454,7 @@ def printed_by(*words):
         ("evaluation", "design/guard"),
         ("finetune", "design/guard"),
         ("own_gradient", "design/guard"),
+        ("references", "measured/speed"),
         ("tasks", "measured/online"),
         ("without_guard", "design/guard"),
     ],
@@ -485,6 +487,13 @@ def test_what_centralized_weights_are_worth_is_measured(tmp_path):
     assert printed_by("benchmarks/centralized.py", "--table", out) in shown
     arms = read_json(out)["rows"][1]["accuracies"]
     assert len({str(found) for found in arms.values()}) == len(arms)
+
+
+def test_what_each_reference_costs_is_measured(tmp_path):
+    out = tmp_path / "found.json"
+    shown = printed_by("benchmarks/references.py", "--rounds", 1, "--out", out)
+    assert printed_by("benchmarks/references.py", "--table", out) == shown
+    assert list(read_json(out)["milliseconds"])[1:] == list(CODES)
 
 
 def test_a_converted_network_is_trained_on_and_tested_three_ways(tmp_path):
