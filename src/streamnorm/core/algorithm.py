@@ -247,7 +247,7 @@ def drop(stream: Stream, dropped: Tensor) -> Stream:
     return replace(stream, short=torch.where(dropped, stream.long, stream.short), count=stream.count * ~dropped)
 
 
-# ---- the guard (ours) ------------------------------------------------------------------------------
+# ---- the guard (ours) -----------------------------------------------------------------------------------------------
 
 
 def held(before: Tensor, new: Tensor, begins: bool) -> Tensor:
