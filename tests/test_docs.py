@@ -500,9 +500,10 @@ def test_a_converted_network_is_trained_on_and_tested_three_ways(tmp_path):
     out = tmp_path / "found.json"
     shown = printed_by("benchmarks/finetune.py", "--seeds", 1, "--out", out)
     assert printed_by("benchmarks/finetune.py", "--table", out) == shown
-    latest, memory, anew = read_json(out)["rows"][0]["accuracies"]
-    assert min(latest, memory, anew) > 80
-    assert latest != memory
+    assert min(read_json(out)["rows"][0]["accuracies"]) > 80
+    rows = [row["accuracies"] for row in read_json(ROOT / "benchmarks/results/finetune.json")["rows"]]
+    latest, memory, anew = zip(*rows, strict=True)
+    assert sum(latest) < sum(memory) < sum(anew)  # as the page says
 
 
 def test_the_comparison_without_the_guard_is_measured(tmp_path):
