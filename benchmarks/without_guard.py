@@ -8,16 +8,15 @@ Trainings of `streamnorm compare`. The first seed has three rates, of which imag
 three seeds. Accuracy on test images in % with its standard error @ learning rate.
 """
 
-import argparse
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from tables import measure_or_show
+from tables import measure_on_images
 
 from streamnorm.lab.compare import Entry, rate_of
-from streamnorm.lab.data import Images, load_images
+from streamnorm.lab.data import Images
 from streamnorm.lab.results import mean_and_error
 from streamnorm.lab.train import train
 
@@ -64,13 +63,5 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join([head, *map(line, result["rows"])])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", choices=("cifar10", "digits"), default="cifar10")
-    parser.add_argument("--data-dir", type=Path, help="where CIFAR-10 is")
-    parser.add_argument("--size", type=int, help="images that are trained on, at most")
-    measure_or_show(parser, lambda chosen: measured(load_images(chosen.data, chosen.data_dir), chosen.size), table)
-
-
 if __name__ == "__main__":
-    main()
+    measure_on_images(__doc__, measured, table)
