@@ -35,6 +35,15 @@ def standardized(w, eps, groups=1, transposed=False):
     return result
 
 
+def scale(w, eps, groups=1, transposed=False):
+    """What `keep_scale` multiplies by: sqrt(average over the filters of sum (W - mu)^2 / I, plus eps)."""
+    variances = []
+    for indices in filters(w.shape, groups, transposed):
+        mu = sum(w[i] for i in indices) / len(indices)
+        variances.append(sum((w[i] - mu) ** 2 for i in indices) / len(indices))
+    return sqrt(sum(variances) / len(variances) + eps)
+
+
 def gradient(w, g, eps, groups=1, transposed=False):
     """dL/dW for g = dL/dW_hat, by the whole Jacobian of each filter: d W_hat_j / d W_k."""
     result = np.full(w.shape, np.nan)

@@ -54,7 +54,7 @@ def data(layer, samples=3):
 def expected(layer):
     """What its weight has to be, computed anew."""
     each = layer.parametrizations.weight[0]
-    fresh = Standardized(each.eps, each.groups)
+    fresh = Standardized(each.eps, each.groups, each.scale)
     return fresh(raw(layer).detach())
 
 
@@ -84,21 +84,24 @@ def trained(model, updates=3):
 # ---- what it computes -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("keep", [False, True], ids=["one", "kept"])
 @pytest.mark.parametrize("eps", [1e-5, 0.1])
 @pytest.mark.parametrize("name", LAYERS)
-def test_against_the_loops_of_the_paper(name, eps):
-    """Forward and backward; also a filter whose weights are equal."""
+def test_against_the_loops_of_the_paper(name, eps, keep):
+    """Forward and backward; also a filter whose weights are equal. A scale that is kept stays as the weights change."""
     layer = LAYERS[name]().double()
     transposed = isinstance(layer, standardize.TRANSPOSED)
     setting = {"eps": eps, "groups": getattr(layer, "groups", 1), "transposed": transposed}
     with torch.no_grad():
         layer.weight[0] = 0.5
-    weight_standardize(layer, eps=eps)
+    weight_standardize(layer, eps=eps, keep_scale=keep)
     w = raw(layer).detach().numpy()
-    assert abs(layer.weight.detach().numpy() - oracle.standardized(w, **setting)).max() < 1e-10
+    scale = oracle.scale(w, **setting) if keep else 1.0
+    w += torch.randn_like(raw(layer)).numpy()
+    assert abs(layer.weight.detach().numpy() - scale * oracle.standardized(w, **setting)).max() < 1e-10
     g = torch.randn_like(layer.weight)
     layer.weight.backward(g)
-    theirs = oracle.gradient(w, g.numpy(), **setting)
+    theirs = scale * oracle.gradient(w, g.numpy(), **setting)
     assert abs(raw(layer).grad.numpy() - theirs).max() < 1e-10 * max(1, abs(theirs).max())
 
 
@@ -137,6 +140,17 @@ def test_half_precision_is_that_of_the_result_alone(dtype):
     assert layer.weight.dtype == dtype
     rounding = torch.finfo(dtype).eps
     assert abs(layer.weight.detach().double().numpy() - exact).max() < 2 * rounding * abs(exact).max()
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_filters_of_equal_variance_keep_theirs(name):
+    """Only their means go, whatever eps is."""
+    layer = LAYERS[name]().double()
+    with torch.no_grad():
+        layer.weight.copy_(weight_standardize(copy.deepcopy(layer), eps=1e-14).weight / 50 + 1)
+    before = layer.weight.detach() - 1
+    weight_standardize(layer, eps=1e-2, keep_scale=True)
+    assert torch.allclose(layer.weight, before)
 
 
 # ---- in place, and back ---------------------------------------------------------------------------------------------
@@ -214,6 +228,15 @@ def test_the_report():
     streamnorm.weight_standardize(model["conv"], report=lines.append)
     assert lines == ["(model): Conv2d left alone: it is standardized already"]
     lines.clear()
+    streamnorm.weight_standardize(nn.utils.skip_init(nn.Linear, 2, 3, device="meta"), keep_scale=True, report=None)
+    zero = nn.init.zeros_(nn.Conv2d(2, 3, 3).weight)
+    last = nn.Conv2d(2, 3, 3)
+    last.weight = zero
+    streamnorm.weight_standardize(last, keep_scale=True, report=lines.append)
+    assert lines == [
+        "(model): Conv2d left alone: the weights of each filter are equal, so that there is no scale to keep"
+    ]
+    lines.clear()
     streamnorm.remove_weight_standardization(model, report=lines.append)
     streamnorm.remove_weight_standardization(model, report=lines.append)
     streamnorm.weight_standardize(nn.ReLU(), report=lines.append)
@@ -252,6 +275,7 @@ def test_skip(skip, left):
         ({"eps": float("nan")}, ValueError, "eps=nan"),
         ({"eps": "small"}, ValueError, "eps='small'"),
         ({"eps": True}, ValueError, "eps=True"),
+        ({"keep_scale": 1.0}, TypeError, "keep_scale=1.0: must be True or False"),
         ({"skip": "head"}, ValueError, "skip='head' names no module of the model: see"),
         ({"skip": 4}, TypeError, "skip=4: pass modules, names or patterns"),
         ({"skip": [4]}, TypeError, "names or patterns of modules"),
@@ -281,12 +305,13 @@ def test_models_that_are_refused():
         remove(both)
 
 
-def test_weights_that_layers_share():
+@pytest.mark.parametrize("keep", [False, True])
+def test_weights_that_layers_share(keep):
     """Each layer standardizes over its own filters; they train one raw weight, and what else reads it reads that."""
     encoder, decoder, same = nn.Conv1d(2, 3, 4), nn.ConvTranspose1d(3, 2, 4), nn.Conv1d(2, 3, 4)
     decoder.weight = same.weight = encoder.weight
     reader = nn.ParameterList([encoder.weight])
-    model = weight_standardize(nn.ModuleList([encoder, decoder, same, reader]))
+    model = weight_standardize(nn.ModuleList([encoder, decoder, same, reader]), keep_scale=keep)
     assert raw(encoder) is raw(decoder) is raw(same) is reader[0]
     assert torch.equal(encoder.weight, same.weight)
     assert torch.allclose(decoder.weight.mean((0, 2)), torch.zeros(2), atol=1e-6)
@@ -399,10 +424,14 @@ def test_copies_have_weights_of_their_own():
     pickle.dumps(remove(layer))
 
 
-def test_saved_and_resumed_is_never_stopped():
+@pytest.mark.parametrize("keep", [False, True])
+def test_saved_and_resumed_is_never_stopped(keep):
+    """Also where the other model has begun with weights of another scale."""
+    seeds = iter(range(2))
+
     def made():
-        torch.manual_seed(0)
-        model = weight_standardize(network(), skip="4")
+        torch.manual_seed(next(seeds))
+        model = weight_standardize(network(), skip="4", keep_scale=keep)
         return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
     def train(model, optimizer, updates):
@@ -424,6 +453,17 @@ def test_saved_and_resumed_is_never_stopped():
         train(*each, range(2, 4))
     x = torch.randn(2, 3, 6, 6)
     assert torch.equal(model.eval()(x), other.eval()(x))
+
+
+def test_a_scale_that_is_kept_is_saved():
+    layer = weight_standardize(nn.Conv2d(3, 4, 3), keep_scale=True)
+    assert set(layer.state_dict()) - {"bias", "parametrizations.weight.original"} == {"parametrizations.weight.0.scale"}
+    with pytest.raises(RuntimeError, match=r"Missing key\(s\) in state_dict: \"parametrizations.weight.0.scale\""):
+        layer.load_state_dict(weight_standardize(nn.Conv2d(3, 4, 3)).state_dict())
+    assert layer.bfloat16().weight.dtype == torch.bfloat16
+    assert "scale" not in repr(weight_standardize(nn.Linear(3, 4)))
+    assert f"scale={layer.parametrizations.weight[0].scale:g}" in repr(layer)
+    assert "scale" not in repr(layer.to("meta"))
 
 
 def test_averaged_models():
@@ -449,9 +489,10 @@ def norms(model):
     return [module for module in model.modules() if isinstance(module, StreamingNorm)]
 
 
+@pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("inplace", [False, True])
-def test_fuse_leaves_plain_weights(inplace):
-    model, x = trained(weight_standardize(network())).eval(), torch.randn(2, 3, 6, 6)
+def test_fuse_leaves_plain_weights(inplace, keep):
+    model, x = trained(weight_standardize(network(), keep_scale=keep)).eval(), torch.randn(2, 3, 6, 6)
     before, lines = model(x), []
     fused = streamnorm.fuse(model, example=x, inplace=inplace, report=lines.append)
     assert (fused is model) == inplace
@@ -505,7 +546,7 @@ def test_layers_whose_weight_others_read(encoder):
 def test_compiled():
     """The same training, evaluation and evaluation after changes; standardized after torch.compile too."""
     torch.compiler.reset()
-    model = weight_standardize(network(), skip="4")
+    model = weight_standardize(weight_standardize(network(), skip=["0.0", "4"], keep_scale=True), skip="4")
     twin = copy.deepcopy(model)
     compiled = torch.compile(twin, backend="aot_eager", fullgraph=True)
     for each in (model, compiled):

@@ -25,12 +25,13 @@ NOTHING = "weight to standardize"
 
 
 class Standardized(nn.Module):
-    """W -> (W - mean) / sqrt(var + eps), over the fan-in of each output filter.
+    """W -> scale * (W - mean) / sqrt(var + eps), over the fan-in of each output filter.
 
     Args:
         eps: added to the variance.
         groups: None if the output filter is the first dimension of the weight; else the number of groups of a
             transposed convolution, whose weight is `(in, out / groups, *kernel)`.
+        scale: one number for the layer, a constant that is saved; None: 1.
 
     Example:
         >>> Standardized(eps=1e-12)(torch.tensor([[1.0, 3.0], [5.0, 5.0]]))
@@ -38,41 +39,51 @@ class Standardized(nn.Module):
                 [ 0.,  0.]])
     """
 
-    def __init__(self, eps: float = 1e-5, groups: int | None = None) -> None:
+    scale: Tensor | None
+
+    def __init__(self, eps: float = 1e-5, groups: int | None = None, scale: Tensor | None = None) -> None:
         super().__init__()
         check_eps(eps)
         self.eps, self.groups = float(eps), groups
+        self.register_buffer("scale", scale)
 
     def forward(self, raw: Tensor) -> Tensor:
         # A layer norm without gain and bias, over the filters: one kernel, and float32 inside of half precision.
-        if self.groups is None:
-            return F.layer_norm(raw, raw.shape[1:], eps=self.eps).to(raw.dtype)
-        # Groups are stacked and concatenated, not reshaped: of that the compiler makes views in backward, for other
-        # strides than the gradients of convolutions and layer norms have.
-        filters = torch.stack(raw.chunk(self.groups)).transpose(1, 2)  # (groups, out / groups, in / groups, *kernel)
-        standardized = F.layer_norm(filters, filters.shape[2:], eps=self.eps).to(raw.dtype)
-        return torch.cat(standardized.transpose(1, 2).unbind())
+        filters, dims = _filters(raw, self.groups)
+        standardized = F.layer_norm(filters, filters.shape[dims:], eps=self.eps).to(raw.dtype)
+        if self.groups is not None:
+            standardized = torch.cat(standardized.transpose(1, 2).unbind())
+        return standardized if self.scale is None else standardized * self.scale
 
     def right_inverse(self, weight: Tensor) -> Tensor:
         """What is assigned to the weight of the layer becomes the raw weight."""
         return weight
 
     def extra_repr(self) -> str:
-        return f"eps={self.eps:g}" + ("" if self.groups is None else f", groups={self.groups}")
+        told = {"groups": self.groups, "scale": self.known_scale}
+        return f"eps={self.eps:g}" + "".join(f", {name}={value:g}" for name, value in told.items() if value is not None)
+
+    @property
+    def known_scale(self) -> float | None:
+        """None where there is none, or on the meta device."""
+        return None if self.scale is None or self.scale.is_meta else float(self.scale)
 
 
-def weight_standardize(model: Model, *, eps: float = 1e-5, skip: Skip = None, report: Report = print) -> Model:
+def weight_standardize(
+    model: Model, *, eps: float = 1e-5, keep_scale: bool = False, skip: Skip = None, report: Report = print
+) -> Model:
     """Standardize the weights of linear layers and (transposed) convolutions: mean 0 and variance 1 in each filter.
 
     The model is changed in place. Its Parameter objects stay, so that an optimizer goes on working; they are now the
     raw weights, `layer.parametrizations.weight.original`, and `layer.weight` is computed from them. The scale of the
-    weights is lost, so each such layer should feed a norm: skip the output layer. Layers with one weight per filter
-    and those whose weight is computed from other parameters are left alone. If anything is refused, the model is as
-    it was.
+    weights is lost, so each such layer should feed a norm: skip the output layer, and where a residual branch ends in a
+    layer without one use `keep_scale`. Layers with one weight per filter and those whose weight is computed from other
+    parameters are left alone. If anything is refused, the model is as it was.
 
     Args:
         model: any module.
         eps: added to the variance of a filter.
+        keep_scale: give all filters of a layer the variance that they have now on average, in the place of 1.
         skip: what to leave alone: a module, a name or pattern, several of them, or a function
             `(name, module) -> bool`; everything in a module that is named is left alone.
         report: gets a line for each layer.
@@ -84,13 +95,15 @@ def weight_standardize(model: Model, *, eps: float = 1e-5, skip: Skip = None, re
         3: Linear left alone: skipped
     """
     check_eps(eps)
+    if not isinstance(keep_scale, bool):
+        raise TypeError(f"keep_scale={keep_scale!r}: must be True or False")
     root = opened(model, "weight_standardize", inplace=True)
     places = find_places(root)
     skipped = _skipped(skip, places)
     chosen, lines = [], []
     for layer, where in places.items():
         if isinstance(layer, LAYERS):
-            reason = "skipped" if layer in skipped else _why_not(layer, where)
+            reason = "skipped" if layer in skipped else _why_not(layer, where, keep_scale)
             if reason is None:
                 chosen.append(layer)
                 outcome = f"standardized over {_fan_in(layer)} weights per filter"
@@ -98,8 +111,9 @@ def weight_standardize(model: Model, *, eps: float = 1e-5, skip: Skip = None, re
                 outcome = f"left alone: {reason}"
             lines.append(f"{names_of(where)}: {_kind(layer)} {outcome}")
     for layer in chosen:
-        groups = layer.groups if isinstance(layer, TRANSPOSED) else None
-        parametrize.register_parametrization(layer, "weight", Standardized(eps, groups))
+        groups = _groups(layer)
+        scale = (_variance(layer) + eps).sqrt().to(layer.weight.dtype) if keep_scale else None
+        parametrize.register_parametrization(layer, "weight", Standardized(eps, groups, scale))
     say(report, lines, root, NOTHING)
     return model
 
@@ -144,7 +158,7 @@ def bake(places: Places) -> list[str]:
     for layer in layers:
         standardization = cast(Standardized, _standardization_of(layer))
         raw = _raw(layer)
-        key = id(raw), standardization.eps, standardization.groups
+        key = id(raw), standardization.eps, standardization.groups, standardization.known_scale
         if key not in baked:
             with torch.no_grad():
                 baked[key] = nn.Parameter(standardization(raw.detach()), raw.requires_grad)
@@ -167,7 +181,7 @@ def check_eps(eps: float) -> None:
         raise ValueError(f"eps={eps!r}: must be a finite number above 0, or a filter of equal weights would become NaN")
 
 
-def _why_not(layer: nn.Module, places: list[Place]) -> str | None:
+def _why_not(layer: nn.Module, places: list[Place], keep_scale: bool) -> str | None:
     """Why a layer stays as it is, if it does."""
     if isinstance(layer, LazyModuleMixin):
         raise ValueError(
@@ -184,7 +198,29 @@ def _why_not(layer: nn.Module, places: list[Place]) -> str | None:
         return f"its weight is of type {layer.weight.dtype}"
     if _fan_in(layer) < 2:
         return f"it has {_fan_in(layer)} weight(s) per filter, of which nothing would be left"
+    if keep_scale and not layer.weight.is_meta and not _variance(layer) > 0:
+        return "the weights of each filter are equal, so that there is no scale to keep"
     return None
+
+
+def _groups(layer: nn.Module) -> int | None:
+    return layer.groups if isinstance(layer, TRANSPOSED) else None
+
+
+def _filters(weight: Tensor, groups: int | None) -> tuple[Tensor, int]:
+    """The output filters, and the first of the dimensions that are their own."""
+    if groups is None:
+        return weight, 1
+    # Groups are stacked and concatenated, not reshaped: of that the compiler makes views in backward, for other
+    # strides than the gradients of convolutions and layer norms have.
+    return torch.stack(weight.chunk(groups)).transpose(1, 2), 2  # (groups, out / groups, in / groups, *kernel)
+
+
+def _variance(layer: nn.Module) -> Tensor:
+    """That of a filter, on average."""
+    weight = cast(Tensor, layer.weight).detach()
+    filters, dims = _filters(weight.to(torch.promote_types(weight.dtype, torch.float32)), _groups(layer))
+    return filters.flatten(dims).var(-1, correction=0).mean()
 
 
 def _fan_in(layer: nn.Module) -> int:
