@@ -8,16 +8,14 @@ Trainings of `streamnorm compare` at one rate and one seed, without the guard. A
 are held out, and on test images.
 """
 
+from argparse import Namespace
 from dataclasses import replace
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
-from tables import measure_on_images
+from tables import accuracies, measure_on_images, trained
 
 from streamnorm.lab.compare import Entry, rate_of
 from streamnorm.lab.data import Images
-from streamnorm.lab.train import train
 
 BETAS = ((0.7, 0.3, 0.0), (0.7, 0.15, 0.15), (0.7, 0.0, 0.3))
 # Net, samples per batch, batches per update, and a rung of the ladder of rates: -3 is 0.03, -4 is 0.01.
@@ -31,12 +29,12 @@ CASES = (
 )
 
 
-def measured(data: Images, size: int | None) -> dict[str, Any]:
+def measured(data: Images, chosen: Namespace) -> dict[str, Any]:
     rows = []
     for net, samples, batches, rung in CASES:
         entry = Entry(net, "streaming", samples, batches)
         row = {"net": net, "samples": samples, "batches": batches, "rate": rate_of(rung)}
-        row["accuracies"] = [scores(data, entry, rung, beta, size) for beta in BETAS]
+        row["accuracies"] = [scores(data, entry, rung, beta, chosen.size) for beta in BETAS]
         rows.append(row)
         print(line(row), flush=True)
     return {"data": data.name, "note": data.note, "betas": BETAS, "rows": rows}
@@ -44,9 +42,7 @@ def measured(data: Images, size: int | None) -> dict[str, Any]:
 
 def scores(data: Images, entry: Entry, rung: int, beta: tuple[float, float, float], size: int | None) -> list[float]:
     run = entry.run(rung, 0, size, data.name)
-    with TemporaryDirectory() as folder:
-        result = train(replace(run, norm=replace(run.norm, beta=beta, guard=False)), data, Path(folder))
-    return [100 - 100 * float(result["curves"][part][-1]) for part in ("valid_error", "test_error")]
+    return accuracies(trained(replace(run, norm=replace(run.norm, beta=beta, guard=False)), data))
 
 
 def line(row: dict[str, Any]) -> str:

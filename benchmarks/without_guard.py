@@ -8,33 +8,31 @@ Trainings of `streamnorm compare`. The first seed has three rates, of which imag
 three seeds. Accuracy on test images in % with its standard error @ learning rate.
 """
 
+from argparse import Namespace
 from dataclasses import replace
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
-from tables import measure_on_images
+from tables import accuracies, measure_on_images, trained
 
 from streamnorm.lab.compare import Entry, rate_of
 from streamnorm.lab.data import Images
 from streamnorm.lab.results import mean_and_error
-from streamnorm.lab.train import train
 
 NET, SEEDS = "resnet-8", 3
 SIZES = ((2, 1),)
 NORMS = ("streaming", "streaming + WS")
 
 
-def measured(data: Images, size: int | None) -> dict[str, Any]:
+def measured(data: Images, chosen: Namespace) -> dict[str, Any]:
     rows = []
     for samples, batches in SIZES:
         row: dict[str, Any] = {"samples": samples, "batches": batches, "norms": {}}
         for norm in NORMS:
             entry = Entry(NET, norm, samples, batches)
             rungs = range(entry.start - 1, entry.start + 2)
-            first = {rung: scores(data, entry, rung, 0, size) for rung in rungs}
+            first = {rung: scores(data, entry, rung, 0, chosen.size) for rung in rungs}
             best = max(rungs, key=lambda rung: first[rung][0])
-            others = [scores(data, entry, best, seed, size) for seed in range(1, SEEDS)]
+            others = [scores(data, entry, best, seed, chosen.size) for seed in range(1, SEEDS)]
             row["norms"][norm] = {"rate": rate_of(best), "accuracies": [first[best], *others]}
         rows.append(row)
         print(line(row), flush=True)
@@ -44,9 +42,7 @@ def measured(data: Images, size: int | None) -> dict[str, Any]:
 def scores(data: Images, entry: Entry, rung: int, seed: int, size: int | None) -> list[float]:
     """On held-out images, and on test images."""
     run = entry.run(rung, seed, size, data.name)
-    with TemporaryDirectory() as folder:
-        result = train(replace(run, norm=replace(run.norm, guard=False, eval_memory=0.0)), data, Path(folder))
-    return [100 - 100 * float(result["curves"][part][-1]) for part in ("valid_error", "test_error")]
+    return accuracies(trained(replace(run, norm=replace(run.norm, guard=False, eval_memory=0.0)), data))
 
 
 def line(row: dict[str, Any]) -> str:

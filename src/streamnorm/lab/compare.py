@@ -28,6 +28,7 @@ TAIL = 0.1  # share of the training, at its end, that the training loss is of
 
 STREAMING = DEFAULT  # the library's default
 WS = " + WS"  # weight standardization
+OPEN_ENDED = ("convolutional-recurrent",)  # branches end in a convolution, whose scale no norm takes out: it is kept
 NORMS = {
     "none": Norm("zero"),
     "batch norm": Norm("batch"),
@@ -159,6 +160,7 @@ class Entry:
             held_out=held_out,
             evaluate=max(round((1 - TAIL) * batches), 1),
             standardized=self.norm.endswith(WS),
+            kept_scale=self.norm.endswith(WS) and self.net in OPEN_ENDED,
             seed=seed,
         )
 

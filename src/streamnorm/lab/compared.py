@@ -218,7 +218,7 @@ class Compared:
 def settings(plan: Plan) -> dict[str, Any]:
     """What all runs of a plan share."""
     run = plan.run(Entry(plan.net, plan.rows[0], *plan.sizes[0]), 0, 0)
-    own = ("norm", "samples", "batches", "rates", "seed", "train_size", "evaluate", "standardized")
+    own = ("norm", "samples", "batches", "rates", "seed", "train_size", "evaluate", "standardized", "kept_scale")
     return {name: value for name, value in run.settings().items() if name not in own}
 
 

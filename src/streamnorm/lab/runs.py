@@ -17,6 +17,7 @@ RUN_LATER: dict[str, Any] = {
     "side": 32,
     "held_out": 0,
     "standardized": False,
+    "kept_scale": False,
     "decay": 0.0,
     "test_first": False,
     "start": 1.0,
@@ -68,6 +69,7 @@ class Run:
     side: int = 32  # of the images, which are averaged down to it
     held_out: int = 0  # training images at the end of all, kept for validation
     standardized: bool = False  # whether the weights are: `weight_standardize`
+    kept_scale: bool = False  # and have the scale that they began with
     decay: float = 0.0  # share of the training, at its end, in which the learning rate falls to 0, linearly
     test_first: bool = False  # whether a test comes before the update of its window, as in the paper, or after it
     start: float = 1.0  # a factor of the first weights that norms follow
