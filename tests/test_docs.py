@@ -481,6 +481,7 @@ def printed_by(*words):
 @pytest.mark.parametrize(
     ("name", "where"),
     [
+        ("closer", "measured/compare"),
         ("evaluation", "design/guard"),
         ("finetune", "design/guard"),
         ("gains", "measured/compare"),
