@@ -9,14 +9,13 @@ from ..store import write_bytes
 from ..variations import SETTINGS
 from .findings import drawings, lines, varied_table
 from .lines import Line
-from .looks import DASHES, MARKERS, Look
+from .looks import DASHES, MARKERS, OTHERS, Look
 from .plot import WIDTH, drawn, explain, file_of, style
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Drawing
 
 HEIGHT = 2.6  # inches, of the panel
-COLOURS = ("#000000", "#d98200", "#0064b0", "#00936b")
 NOTE = "above 0 a claim holds; bars: ± one standard error"
 
 
@@ -49,7 +48,7 @@ def build_varied(group: Sequence[FigureResults]) -> "Drawing":
         factors = [float(each.variation.get(name, 1)) for each in group]
         looks, shown = {}, []
         for number, (text, claims) in enumerate(rows):
-            look = Look(COLOURS[number % len(COLOURS)], DASHES[number % len(DASHES)], MARKERS[number % 6], False)
+            look = Look(OTHERS[number % len(OTHERS)], DASHES[number % len(DASHES)], MARKERS[number % 6], False)
             looks[text] = look
             shown.append(Line(text, "", True, [0.0], [], [], []))
             judged = [(x, claim) for x, claim in zip(factors, claims, strict=True) if claim.values]
