@@ -147,6 +147,13 @@ def test_claims_are_drawn_against_a_factor(tmp_path):
     assert sum(f"`{tried[0].command}`; {len(tried[0].runs)} runs, " in line for line in told) == 2
 
 
+def test_no_two_claims_have_the_same_colour():
+    tried = [replace(results("online"), variation=each) for each in ({}, {"rate": 0.3}, {"rate": 0.1})]
+    curves = [curve for axes in build_varied(tried).axes for curve in axes.containers]
+    assert len(curves) == len(findings.lines(tried)) > 4
+    assert len({curve.lines[0].get_color() for curve in curves}) == len(curves)
+
+
 def test_claims_are_drawn_by_their_unit_and_only_where_something_was_varied():
     tried = [replace(results("online"), variation=each) for each in ({}, {"rate": 0.3}, {"rate": 0.1})]
     assert [axes.get_ylabel() for axes in build_varied(tried).axes] == ["nats", "points"]

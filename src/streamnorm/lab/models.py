@@ -68,12 +68,10 @@ def build(run: Run, symbols: int = 0) -> nn.Module:
     if run.start != 1.0:
         enlarge(model, run.start)
     if run.standardized:
-        weight_standardize(model, keep_scale=run.kept_scale, skip=is_head, report=None)
+        weight_standardize(
+            model, keep_scale=run.kept_scale, skip=lambda name, layer: name.split(".")[-1] == HEAD, report=None
+        )
     return model
-
-
-def is_head(name: str, layer: nn.Module) -> bool:
-    return name.split(".")[-1] == HEAD
 
 
 def enlarge(model: nn.Module, factor: float) -> None:
