@@ -174,9 +174,9 @@ class StreamingOracle:
 
     def weights(self, long, short, elements, part=None):
         """Of a window of so many elements, which is `part` of everything so far; they are known from the second on."""
-        if not self.guard or elements is None or elements >= 32 or long == 0:
+        if not self.guard or elements is None or elements >= 256 or long == 0:
             return long, short
-        taken = short * elements / 32
+        taken = short * (elements / 256) ** (2 / 3)
         if part is not None:
             taken = max(taken, (long + short) * part)
         return long + short - taken, taken
@@ -223,7 +223,7 @@ class StreamingOracle:
         self.seen += new
         here = len({index[0] for found in own.members.values() for index in found})
         per_location = x.shape[1] if self.reference[1] == "all" else 1
-        unlike = min(new, 4 * here * per_location)  # locations of a sample are alike
+        unlike = min(new, 16 * here * per_location)  # locations of a sample are alike
         self.counted -= self.elements
         self.elements = max(self.elements + unlike if step == 0 else self.elements, unlike)  # a sequence counts once
         self.counted += self.elements
@@ -246,7 +246,7 @@ class StreamingOracle:
             {part: {key: w * v + (1 - w) * layer[part] for key, v in found[part].items()} for part in found}
             for found in (s_hat, tested)
         )
-        large = (self.elements_before or 0) >= 32 and new >= 32 * here * per_location
+        large = (self.elements_before or 0) >= 256 and new >= 32 * here * per_location
         return self.call(x, own, mask, self.latest, w, self.window(), large)
 
     def call(self, x, own, mask, by, w=1.0, window=None, large=False):
@@ -276,7 +276,7 @@ class StreamingOracle:
                 gs.append(g)
                 g_hats.append({key: blend[key] + b3 * g[key] for key in g})
             length, streamed = (hypot(*(v for one in both for v in one.values())) for both in (gs, g_hats))
-            small = self.guard and call.window is not None and call.window < 32
+            small = self.guard and call.window is not None and call.window < 256
             factor = call.w * (length / streamed if small and streamed > length else 1.0)
             flows = []
             for g_hat in g_hats:

@@ -15,9 +15,9 @@ from streamnorm.core.state import to_dict
 
 PATHS = {"kernels": nullcontext, "plain": kernels.disabled}
 WINDOWS = {  # sizes of the batches of each window
-    "one batch": [[32], [40], [32], [100]],
-    "two batches": [[16, 16], [30, 2], [16, 17], [20, 12]],
-    "one by one": [[1] * 32, [1] * 33, [1] * 32],
+    "one batch": [[256], [300], [256], [999]],
+    "two batches": [[128, 128], [254, 2], [128, 129], [200, 56]],
+    "many batches": [[4] * 64, [4] * 65, [4] * 64],
 }
 
 
@@ -56,24 +56,35 @@ def test_full_windows_follow_the_paper_bit_for_bit(path, windows, warmup, settin
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_eight_images_are_a_full_window(path):
-    """However large they are: pixels of one image are alike, and count for four elements at most."""
+def test_sixteen_images_are_a_full_window(path):
+    """However large they are: pixels of one image are alike, and count for sixteen elements at most."""
     ours, papers = pair()
     with PATHS[path]():
-        assert same(train(ours, [[8]] * 5, (3, 2, 2)), train(papers, [[8]] * 5, (3, 2, 2)))
-        assert same(train(ours, [[1] * 8] * 5, (3, 31)), train(papers, [[1] * 8] * 5, (3, 31)))
-        assert same(train(ours, [[8]] * 5, (3, 9, 9)), train(papers, [[8]] * 5, (3, 9, 9)))
-        assert not same(train(ours, [[7]] * 5, (3, 9, 9)), train(papers, [[7]] * 5, (3, 9, 9)))
-        assert not same(train(ours, [[8]] * 5, (3, 3)), train(papers, [[8]] * 5, (3, 3)))
+        assert same(train(ours, [[16]] * 5, (3, 4, 4)), train(papers, [[16]] * 5, (3, 4, 4)))
+        assert same(train(ours, [[1] * 16] * 5, (3, 31)), train(papers, [[1] * 16] * 5, (3, 31)))
+        assert same(train(ours, [[16]] * 5, (3, 9, 9)), train(papers, [[16]] * 5, (3, 9, 9)))
+        assert not same(train(ours, [[15]] * 5, (3, 9, 9)), train(papers, [[15]] * 5, (3, 9, 9)))
+        assert not same(train(ours, [[16]] * 5, (3, 3, 3)), train(papers, [[16]] * 5, (3, 3, 3)))
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("windows", [[[1] * 8] * 4, [[8, 8]] * 4, [[1, 7], [3, 9], [8]]], ids=str)
+@pytest.mark.parametrize(("samples", "part"), [(4, 1 / 16), (32, 1 / 4), (256, 1)])
+def test_a_window_counts_for_its_part_of_a_full_one_to_the_two_thirds(path, samples, part):
+    layer = StreamingNorm(3, warmup=0, center="zero")
+    with PATHS[path]():
+        layer(torch.zeros(samples, 3)).sum().backward()
+        layer.weights_updated()
+        layer(torch.ones(samples, 3))
+    torch.testing.assert_close(layer.mean, torch.full((3,), 0.3 * part))
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("windows", [[[1] * 16] * 4, [[16, 16]] * 4, [[1, 15], [3, 17], [16]]], ids=str)
 def test_a_sample_with_statistics_of_its_own_goes_half_by_its_own_gradient(path, windows):
     """In windows of several batches: beta2 is divided between `short` and the own gradient, and no more changes."""
     ours, papers = StreamingNorm(3), StreamingNorm(3, guard=False, eval_memory=64)
     with PATHS[path]():
-        assert same(train(ours, [[4, 4]], (3, 8, 4)), train(papers, [[4, 4]], (3, 8, 4)))  # is it full? Not known yet
+        assert same(train(ours, [[8, 8]], (3, 8, 4)), train(papers, [[8, 8]], (3, 8, 4)))  # is it full? Not known yet
         papers.beta = (0.7, 0.15, 0.15)
         for a, b in zip(train(ours, windows, (3, 8, 4)), train(papers, windows, (3, 8, 4)), strict=True):
             torch.testing.assert_close(a, b)
@@ -93,10 +104,10 @@ def test_padding_is_no_location(path):
             results = []
             for layer in (ours, papers):
                 generator = torch.Generator().manual_seed(0)
-                for i in range(24):
+                for i in range(48):
                     x = torch.randn(1, 3, 40, generator=generator, requires_grad=True)
                     layer(x, mask=real.expand(1, -1)).square().sum().backward()
-                    if i % 8 == 7:
+                    if i % 16 == 15:
                         layer.weights_updated()
                 results.append([x.grad])
             assert same(*results) == alike
@@ -111,7 +122,7 @@ def test_a_sequence_counts_once(layer):
     for norm in papers.modules():
         if isinstance(norm, StreamingNorm):
             norm.guard = False
-    for samples, alike in ((32, True), (31, False)):
+    for samples, alike in ((256, True), (255, False)):
         results = []
         for model in (ours, papers):
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -131,7 +142,7 @@ def test_small_windows_are_guarded_until_one_is_full(path):
     ours, papers = pair(warmup=0)
     with PATHS[path]():
         train(ours, [[4], [4]])
-        ours(torch.randn(30, 3)).sum().backward()  # folds the small window, begins one that is not full yet
+        ours(torch.randn(254, 3)).sum().backward()  # folds the small window, begins one that is not full yet
         papers.load_state_dict(ours.state_dict())
         twins = copy.deepcopy(ours), copy.deepcopy(papers)
         assert not same(*(train(layer, [[1]]) for layer in twins))
@@ -271,14 +282,14 @@ def test_the_count_of_a_window_goes_on_after_loading():
 
 
 def test_decoupled_updates_fill_windows():
-    """Eight batches of four are a full window: with DecoupledUpdate the default is the paper's rule."""
+    """Eight batches of 32 are a full window: with DecoupledUpdate the default is the paper's rule."""
     results = []
     for guard in (True, False):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, 6), StreamingNorm(6, guard=guard), nn.Linear(6, 1))
         optimizer = DecoupledUpdate(torch.optim.SGD(model.parameters(), lr=0.1), 8)
         for _ in range(24):
-            model(torch.randn(4, 4)).square().mean().backward()
+            model(torch.randn(32, 4)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
         results.append([p.detach() for p in model.parameters()])

@@ -28,8 +28,12 @@ LOADS = {
 
 @pytest.fixture(autouse=True)
 def counted_as_then(monkeypatch):
-    """Up to version 3 pixels and timesteps counted each for an element of their window; kernels do not know that."""
-    monkeypatch.setattr(algorithm, "ALIKE", torch.inf)
+    """Up to version 3 pixels and timesteps counted each for an element of their window, and windows weighed n / 32.
+
+    Kernels do not know that.
+    """
+    for name, value in {"ALIKE": torch.inf, "FULL": 32, "POWER": 1}.items():
+        monkeypatch.setattr(algorithm, name, value)
     monkeypatch.setattr(algorithm, "held", lambda before, new, begins: before + new)
     with backends.use("plain"):
         yield

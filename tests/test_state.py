@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from streamnorm import GRU, GeneralBatchNorm, SampleNorm, StreamingNorm, TimeSpecificNorm, kernels
+from streamnorm.core import algorithm
 from streamnorm.core.reference import CODES
 from streamnorm.core.state import FIELDS, Kind
 
@@ -716,12 +717,15 @@ def old_model(how):
 
 
 @pytest.mark.parametrize("how", ["state_dict", "module"])
-def test_what_an_earlier_version_saved_goes_on(how):
+def test_what_an_earlier_version_saved_goes_on(how, monkeypatch):
+    for name, value in {"ALIKE": 4, "FULL": 32, "POWER": 1}.items():  # as the guard counted then
+        monkeypatch.setattr(algorithm, name, value)
     expected = torch.load(STATES / "expected3.pt", weights_only=True)
     model = old_model(how)
     for mode in ("next", "eval"):
         model.train(mode == "next")
         x, image = expected["x"], expected["image"]
-        found = model["batch"](model["rows"](x)).sum() + model["located"](image).square().sum()
-        found = found + model["gru"](x.unsqueeze(0))[0].square().sum()
+        with kernels.disabled():  # they count as it is done now
+            found = model["batch"](model["rows"](x)).sum() + model["located"](image).square().sum()
+            found = found + model["gru"](x.unsqueeze(0))[0].square().sum()
         torch.testing.assert_close(found, expected[mode], rtol=1e-5, atol=1e-5)

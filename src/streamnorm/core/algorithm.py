@@ -22,9 +22,11 @@ from .statistics import (
     mini_batch_statistics,
 )
 
-FULL = 32  # elements per statistic in a window from which on it counts whole
-ALIKE = 4  # locations of a sample count for so many elements at most: neighbours are alike
-OWN = 0.5  # of `short` of the gradients is a call's own, after a full window, if samples have FULL locations or more
+FULL = 256  # elements per statistic in a window from which on it counts whole
+POWER = 2 / 3  # a smaller one counts for its part of that to this power
+ALIKE = 16  # locations of a sample count for so many elements at most: neighbours are alike
+LARGE = 32  # locations per statistic, from which on a sample has a spread of its own
+OWN = 0.5  # of `short` of the gradients is a call's own, after a full window, if samples are large
 KEPT_NUMBERS = ("w", "accept", "weight_share", "window", "total", "own")  # of `Kept`, as a vector has them
 NUMBERS = len(KEPT_NUMBERS)
 
@@ -37,7 +39,7 @@ class Kept(NamedTuple):
     center: Tensor | None  # c of the p-th moment, where it came from the state
     accept: Tensor  # bool scalar: S(x) was pushed
     w: Tensor  # of the warm start
-    weight_share: Tensor  # that its window holds of a full one, for the guard; 1 without
+    weight_share: Tensor  # by which its window counts against a full one, for the guard; 1 without
     window: Tensor  # elements of the window before, and of all windows with it: what a fold of H2 goes by
     total: Tensor
     own: Tensor  # OWN where the guard makes that much of `short` of the gradients the call's own, else 0
@@ -90,7 +92,7 @@ def stream_statistics(
     here = torch.where(accept, samples, 0).to(new.dtype)
     per_location = channels if config.ref.channels == "all" else 1
     unlike = torch.minimum(new, here * (ALIKE * per_location))
-    large = accept & (new >= here * (FULL * per_location)) & (before.elements_before >= FULL)
+    large = accept & (new >= here * (LARGE * per_location)) & (before.elements_before >= FULL)
     own = torch.where(large & (config.guard and config.beta[0] != 0), OWN, 0.0).to(latest.dtype)
     seen, elements = before.seen + new, held(before.elements, unlike, begins)
     here, counted = held(before.samples, here, begins), before.counted + (elements - before.elements)
@@ -256,17 +258,18 @@ def held(before: Tensor, new: Tensor, begins: bool) -> Tensor:
 
 
 def window_share(config: Config, elements: Tensor, before: Tensor) -> Tensor:
-    """What the present window holds of a full one. What it will hold is not known: at least as much as the last."""
+    """How much the present window counts. What it will hold is not known: at least as much as the last."""
     return _share(config, torch.where(before > 0, torch.maximum(elements, before), 0))
 
 
 def _share(config: Config, elements: Tensor) -> Tensor:
+    """By how much a window of so many elements counts against a full one."""
     full = (elements == 0) | (not config.guard)  # 0: not known
-    return torch.where(full, 1, (elements / FULL).clamp(max=1))
+    return torch.where(full, 1, (elements / FULL).clamp(max=1) ** POWER)
 
 
 def guarded(weights: Sequence[float], weight_share: Tensor, part: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """`weights` of `long` and `short` for a window that holds only `weight_share` of a full one.
+    """`weights` of `long` and `short` for a window that counts for `weight_share` of a full one.
 
     Few elements count for less, and what `short` loses `long` gains. `part`: what the window is of everything so far;
     in a fold it counts for at least so much, which averages exactly until the exponential takes over. Nothing changes

@@ -38,13 +38,15 @@ inline float lerp(float from, float to, float share) {  // rounds as torch.lerp 
     return share < 0.5f ? from + share * (to - from) : to - (to - from) * (1 - share);
 }
 
-const double FULL = 32;  // elements per statistic in a window from which on it counts whole
-const double ALIKE = 4;  // locations of a sample count for so many elements at most
+const double FULL = 256;  // elements per statistic in a window from which on it counts whole
+const double POWER = 2.0 / 3;  // a smaller one counts for its part of that to this power
+const double ALIKE = 16;  // locations of a sample count for so many elements at most
+const double LARGE = 32;  // locations from which on a sample has a spread of its own
 const float OWN = 0.5f;  // of `short` of the gradients is a call's own, after a full window, if its samples are large
 
-// What so many elements are of a full window; 1 where their number is not known, 0, or nothing is guarded.
+// How much a window of so many elements counts; 1 where their number is not known, 0, or nothing is guarded.
 inline float share_of(const Settings& set, double elements) {
-    return set.guard && elements > 0 ? (float)std::min(1.0, elements / FULL) : 1.0f;
+    return set.guard && elements > 0 && elements < FULL ? (float)std::pow(elements / FULL, POWER) : 1.0f;
 }
 
 // What a window holds after a call: what begins adds up, and timesteps of the same samples are one.
@@ -60,7 +62,7 @@ struct Weights {
     float lasting, recent;
 };
 
-// The weights of long and short for a window that holds only `share` of a full one: see `guarded` of core/algorithm.py.
+// The weights of long and short for a window that counts for `share` of a full one: see `guarded` of core/algorithm.py.
 inline Weights guarded(const double* weights, float share, float part = 0) {
     const float lasting = (float)weights[0], recent = (float)weights[1];
     if (!(share < 1) || lasting == 0) return {lasting, recent};
@@ -182,7 +184,7 @@ inline void stream_statistics(const Settings& set, const H1& state, int64_t chan
         *state.elements = holds;
         *state.samples = held(*state.samples, samples, begins);
     }
-    const bool large = accept && elements >= FULL * samples, full = *state.elements_before >= FULL;
+    const bool large = accept && elements >= LARGE * samples, full = *state.elements_before >= FULL;
     *kept.own = set.guard && set.beta[0] != 0 && large && full ? OWN : 0.0f;
     *kept.window = (float)*state.elements_before;
     *kept.total = (float)(*state.counted - *state.elements);

@@ -126,7 +126,9 @@ def stream_gates(
     GUARD: tl.constexpr,
     MEMORY: tl.constexpr,
     FULL: tl.constexpr,
+    POWER: tl.constexpr,
     ALIKE: tl.constexpr,
+    LARGE: tl.constexpr,
     OWN_SHARE: tl.constexpr,
     COUNT: tl.constexpr,
     TILE_HEIGHT: tl.constexpr,
@@ -149,7 +151,7 @@ def stream_gates(
         h1_of(table, norm, 12, tl.float32), h1_of(table, norm, 13, tl.float32), h1_of(table, norm, 14, tl.float32),
         rows, rows, begins, channels, parts, rows, 1, stride, tiles, blocks,
         P, OWN, RUNNING, EPS, FLOOR, ALPHA_LONG, ALPHA_SHORT, KAPPA_LONG, KAPPA_SHORT, WARMUP, GUARD, MEMORY, FULL,
-        ALIKE, OWN_SHARE, False, TILE_HEIGHT, TILE_WIDTH, TALL, WIDTH,
+        POWER, ALIKE, LARGE, OWN_SHARE, False, TILE_HEIGHT, TILE_WIDTH, TALL, WIDTH,
     )  # fmt: skip
 
 
@@ -179,6 +181,7 @@ def stream_gate_gradients(
     KAPPA_SHORT: tl.constexpr,
     GUARD: tl.constexpr,
     FULL: tl.constexpr,
+    POWER: tl.constexpr,
     COUNT: tl.constexpr,
     TALL: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -193,7 +196,7 @@ def stream_gate_gradients(
         h2_of(table, norm, 0, tl.float32), h2_of(table, norm, 1, tl.float32), h2_of(table, norm, 2, tl.int64),
         h2_of(table, norm, 3, tl.int1), h2_of(table, norm, 4, tl.int1), scales if scales is None else scales + norm,
         flow + norm * 2 * channels, found, rows, channels, parts,
-        P, SIGNS, BETA_LONG, BETA_SHORT, BETA_PRESENT, KAPPA_LONG, KAPPA_SHORT, GUARD, FULL, TALL, WIDTH,
+        P, SIGNS, BETA_LONG, BETA_SHORT, BETA_PRESENT, KAPPA_LONG, KAPPA_SHORT, GUARD, FULL, POWER, TALL, WIDTH,
     )  # fmt: skip
     tl.debug_barrier()
     for first in range(0, 2 * channels, WIDTH):

@@ -34,6 +34,7 @@ def push_gradients(
     KAPPA_SHORT: tl.constexpr,
     GUARD: tl.constexpr,
     FULL: tl.constexpr,
+    POWER: tl.constexpr,
     TALL: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
@@ -83,7 +84,7 @@ def push_gradients(
     length = tl.sum(squares, 0)
     tl.debug_barrier()
 
-    share = share_of(window, GUARD, FULL)
+    share = share_of(window, GUARD, FULL, POWER)
     taken = tl.maximum(share * KAPPA_SHORT, (KAPPA_LONG + KAPPA_SHORT) * (window / tl.maximum(counted, 1.0)))
     fold_long, fold_short = lessened(KAPPA_LONG, KAPPA_SHORT, share, taken)
     wide_share = weight_share.to(tl.float64)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...core.algorithm import ALIKE, FULL, NUMBERS, OWN
+from ...core.algorithm import ALIKE, FULL, LARGE, NUMBERS, OWN, POWER
 from ...core.config import Config
 from ...core.state import H1, PARTS, State, Stream, of_h1
 from .tiling import Tiling, vector_block
@@ -81,7 +81,8 @@ def takes_tuples() -> bool:
 @cache
 def settings_of(config: Config, backward: bool) -> dict[str, Any]:
     """Everything that kernels are told of the settings, for one of the passes."""
-    told: dict[str, Any] = {"FULL": FULL, "ALIKE": ALIKE, "OWN_SHARE": OWN if config.guard and config.beta[0] else 0.0}
+    told: dict[str, Any] = {"FULL": FULL, "POWER": POWER, "ALIKE": ALIKE, "LARGE": LARGE}
+    told["OWN_SHARE"] = OWN if config.guard and config.beta[0] else 0.0
     for name, tell in _TOLD.items():
         told |= tell(getattr(config, name))
     long, short = told.pop("KAPPA")[2 * backward :][:2]

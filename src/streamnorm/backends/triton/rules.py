@@ -14,10 +14,11 @@ def held(before, new, begins):
 
 
 @triton.jit
-def share_of(elements, GUARD: tl.constexpr, FULL: tl.constexpr):
-    """What so many elements are of a full window; 1 where their number is not known, 0, or nothing is guarded."""
-    share = tl.minimum(elements / FULL, 1.0)
+def share_of(elements, GUARD: tl.constexpr, FULL: tl.constexpr, POWER: tl.constexpr):
+    """How much a window of so many elements counts; 1 where their number is not known, 0, or nothing is guarded."""
+    share = tl.minimum(tl.maximum(elements, 1e-30) / FULL, 1.0)
     if GUARD:
+        share = tl.exp(POWER * tl.log(share))
         return tl.where(elements == 0, share * 0 + 1, share)
     else:
         return share * 0 + 1

@@ -57,7 +57,9 @@ def push_statistics(
     GUARD: tl.constexpr,
     MEMORY: tl.constexpr,
     FULL: tl.constexpr,
+    POWER: tl.constexpr,
     ALIKE: tl.constexpr,
+    LARGE: tl.constexpr,
     OWN_SHARE: tl.constexpr,
     PLANES: tl.constexpr,
     TILE_HEIGHT: tl.constexpr,
@@ -162,7 +164,7 @@ def push_statistics(
 
     # A fold closes the window before.
     part = had / tl.maximum(had_counted, 1.0)
-    share = share_of(had, GUARD, FULL)
+    share = share_of(had, GUARD, FULL, POWER)
     taken = tl.maximum(share * KAPPA_SHORT, (KAPPA_LONG + KAPPA_SHORT) * part)
     fold_long, fold_short = lessened(KAPPA_LONG, KAPPA_SHORT, share, taken)
     test_long, test_short = slowed(fold_long, fold_short, had_samples, part, MEMORY)
@@ -179,7 +181,7 @@ def push_statistics(
     now = held(had, tl.minimum(more, more_samples * ALIKE), begins)
     now_samples = held(had_samples, more_samples, begins)
     now_counted = had_counted + (now - had)
-    share = share_of(tl.where(before > 0, tl.maximum(now, before), before * 0), GUARD, FULL)
+    share = share_of(tl.where(before > 0, tl.maximum(now, before), before * 0), GUARD, FULL, POWER)
     long, short = lessened(ALPHA_LONG, ALPHA_SHORT, share, share * ALPHA_SHORT)
     lasting_long, lasting_short = slowed(long, short, now_samples, 0.0, MEMORY)
     w = (tl.minimum(now_seen / WARMUP, 1.0) if WARMUP > 0 else now_seen * 0 + 1).to(tl.float32)
@@ -231,5 +233,5 @@ def push_statistics(
     tl.store(numbers + 2, share.to(tl.float32))
     tl.store(numbers + 3, before.to(tl.float32))
     tl.store(numbers + 4, (now_counted - now).to(tl.float32))
-    large = accept & (more >= FULL * more_samples) & (before >= FULL)
+    large = accept & (more >= LARGE * more_samples) & (before >= FULL)
     tl.store(numbers + 5, tl.where(large, OWN_SHARE, 0.0).to(tl.float32))
