@@ -9,10 +9,10 @@ are held out. Accuracy in % on test images, with its standard error.
 """
 
 from argparse import Namespace
+from dataclasses import replace
 from typing import Any
 
-from tables import accuracies, best, changed_networks, measure_on_images, trained
-from torch import nn
+from tables import accuracies, best, measure_on_images, trained
 
 from streamnorm.lab.compare import Entry, rate_of, size_name
 from streamnorm.lab.data import Images
@@ -33,21 +33,14 @@ def measured(data: Images, chosen: Namespace) -> dict[str, Any]:
         for at in sizes:
             entry, row = Entry(NET, norm, *at).trained, {"norm": norm, "size": at, "cells": []}
             for gain in GAINS:
-                with changed_networks(lambda model, gain=gain: begin_with(gain, model)):
-                    row["cells"].append([rate_scored(data, entry, rung, chosen) for rung in CASES[at]])
+                row["cells"].append([rate_scored(data, entry, gain, rung, chosen) for rung in CASES[at]])
             rows.append(row)
             print(line(row), flush=True)
     return {"data": data.name, "note": data.note, "gains": GAINS, "rows": rows}
 
 
-def begin_with(gain: float, model: nn.Module) -> None:
-    for name, weight in model.named_parameters():
-        if "norm" in name and name.endswith("weight"):
-            nn.init.constant_(weight, gain)
-
-
-def rate_scored(data: Images, entry: Entry, rung: int, chosen: Namespace) -> dict[str, Any]:
-    runs = [entry.run(rung, seed, chosen.size, data.name) for seed in range(chosen.seeds)]
+def rate_scored(data: Images, entry: Entry, gain: float, rung: int, chosen: Namespace) -> dict[str, Any]:
+    runs = [replace(entry.run(rung, seed, chosen.size, data.name), gain=gain) for seed in range(chosen.seeds)]
     return {"rate": rate_of(rung), "scores": [accuracies(trained(run, data)) for run in runs]}
 
 

@@ -19,7 +19,7 @@ from lab_results import assert_refused, contents
 from processes import wait_for
 
 from streamnorm import StreamingNorm
-from streamnorm.lab import jobs
+from streamnorm.lab import jobs, runs
 from streamnorm.lab.cli import main, norms, sizes
 from streamnorm.lab.compare import (
     CLOSE,
@@ -41,7 +41,7 @@ from streamnorm.lab.compare import (
 from streamnorm.lab.compared import TEST, TRAINING, Compared, Scored, read_compared
 from streamnorm.lab.data import load_images
 from streamnorm.lab.errors import StoreError
-from streamnorm.lab.models import make_norm
+from streamnorm.lab.models import build, make_norm
 from streamnorm.lab.results import read_folder
 from streamnorm.lab.tasks import ImageTask
 from streamnorm.lab.view.cells import filled
@@ -356,6 +356,28 @@ def test_other_files_are_refused(tmp_path):
 
 def test_streaming_is_the_default_of_the_library():
     assert make_norm(NORMS["streaming"], 8, 1).config == StreamingNorm(8).config
+
+
+@pytest.mark.parametrize("norm", norms_of("recurrent"))
+def test_gains_begin_with_a_half_in_the_recurrent_network_and_nothing_else_is_changed(norm):
+    run, found = Entry("recurrent", norm, 2, 1).run(-6, 0), []
+    for each in (run, replace(run, gain=1.0)):
+        torch.manual_seed(0)
+        found.append(dict(build(each).named_parameters()))
+    gains = [name for name, value in found[0].items() if not torch.equal(value, found[1][name])]
+    assert run.gain == 0.5
+    assert len(gains) == (0 if norm == "none" else 2)  # of the input's norm, and of the hidden state's
+    for name in gains:
+        assert torch.equal(found[0][name], torch.full((128,), 0.5))
+        assert torch.equal(found[1][name], torch.ones(128))
+
+
+def test_results_of_another_guard_are_no_results_of_this_one(monkeypatch):
+    """Nor are they thrown away where nothing is guarded."""
+    guarded, other = (Entry("resnet-8", norm, 2, 1).run(-5, 0) for norm in ("streaming", "group norm"))
+    before = [run.address("data") for run in (guarded, other)]
+    monkeypatch.setattr(runs, "GUARD_VERSION", runs.GUARD_VERSION + 1)
+    assert [run.address("data") == name for run, name in zip((guarded, other), before, strict=True)] == [False, True]
 
 
 # What is said, by numbers made up

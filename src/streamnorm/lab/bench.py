@@ -24,22 +24,25 @@ def run_grid(
     training: bool = True,
     say: Say = lambda line: print(line, file=sys.stderr),
 ) -> Online:
-    """The results of all runs of `grid`, written to `out`.
+    """The results of all runs of `grid`, written to `out`. What an earlier file there tells of is not trained again.
 
     Without `training`, of those runs that are there, or that the file in `out` tells of: nothing is written then, or
     downloaded. Where that file is all there is, not even the data is needed.
     """
     path, root = out / f"{grid.file_name}.json", out / "runs"
+    before = read_online(path) if path.exists() else None
     if not training:
-        return _there(grid, read_online(path) if path.exists() else None, Loader(data_folder, offline=True), root, path)
+        return _there(grid, before, Loader(data_folder, offline=True), root, path)
     check_writable(out)
     load = Loader(data_folder)
+    note, fingerprint = about_images(next(run for run, _ in grid.runs()), load, before, path)
+    told = {(run.id, run.rate) for run in before.runs} if before else set()
     names = {
         run: f"{places[0].norm}, {run.samples} x {run.batches} at {rate:g}, seed {run.seed}"
         for (run, rate), places in grid.runs().items()
+        if (run.address(fingerprint), rate) not in told
     }
-    note, fingerprint = about_images(next(iter(names)), load, None, path)
-    found = _online(grid, note, fingerprint, train_all(names, load, root, carrier, say), None)
+    found = _online(grid, note, fingerprint, train_all(names, load, root, carrier, say), before)
     found.write(out)
     return found
 

@@ -65,7 +65,8 @@ class Place:
         elements = window * (ALIKE if images else 1)  # as the guard counts: a sequence once
         calls = self.batches * max(NETS[self.net].unroll)  # of a norm in a window
         guarded = elements < FULL or (images and calls > 1)  # few samples, or large ones in several calls
-        averaged = self.net != "fully-connected" and window < FULL  # without space or time it never is
+        # Without space or time it never is.
+        averaged = self.net != "fully-connected" and window < norm.alpha[1] * norm.eval_memory
         return replace(
             NETS[self.net],
             norm=replace(

@@ -67,6 +67,8 @@ def build(run: Run, symbols: int = 0) -> nn.Module:
         peers.centralize(model, skip=HEAD)
     if run.start != 1.0:
         enlarge(model, run.start)
+    if run.gain != 1.0:
+        begin_with(model, run.gain)
     if run.standardized:
         weight_standardize(
             model, keep_scale=run.kept_scale, skip=lambda name, layer: name.split(".")[-1] == HEAD, report=None
@@ -79,6 +81,13 @@ def enlarge(model: nn.Module, factor: float) -> None:
     for name, weight in model.named_parameters():
         if weight.dim() > 1 and HEAD not in name.split("."):
             weight.data.mul_(factor)
+
+
+def begin_with(model: nn.Module, gain: float) -> None:
+    """The gains of norms: the weights that are vectors."""
+    for name, weight in model.named_parameters():
+        if weight.dim() == 1 and name.endswith("weight"):
+            nn.init.constant_(weight, gain)
 
 
 def _net(run: Run, symbols: int) -> nn.Module:

@@ -8,6 +8,7 @@ from typing import Any
 
 # Raised when the training loop changes what a run means: older results then do not count as the same run.
 LOOP_VERSION = 1
+GUARD_VERSION = 2  # likewise, when the guard of streaming norms changes what guarded runs mean
 IMAGES = {"cifar10": 50_000, "digits": 1_437}  # how many there are to train on; any other name of data is a text
 DEFAULT_DEVICE = "cpu"
 ONCE = 1_000_000_000  # mini-batches between evaluations: at the end only
@@ -21,6 +22,7 @@ RUN_LATER: dict[str, Any] = {
     "decay": 0.0,
     "test_first": False,
     "start": 1.0,
+    "gain": 1.0,
 }
 
 
@@ -73,6 +75,7 @@ class Run:
     decay: float = 0.0  # share of the training, at its end, in which the learning rate falls to 0, linearly
     test_first: bool = False  # whether a test comes before the update of its window, as in the paper, or after it
     start: float = 1.0  # a factor of the first weights that norms follow
+    gain: float = 1.0  # that norms begin with
     device: str = DEFAULT_DEVICE  # where it is trained; of several of one type, which one is no setting
 
     @property
@@ -107,6 +110,8 @@ class Run:
     def address(self, fingerprint: str) -> str:
         """The run's name on disk; `fingerprint` is that of the data."""
         settings = self.settings() | {"data": fingerprint, "loop": LOOP_VERSION}
+        if self.norm.guard:
+            settings["guard"] = GUARD_VERSION
         return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
 
     def with_seed(self, seed: int) -> "Run":
