@@ -303,7 +303,7 @@ def test_without_training_nothing_is_downloaded(copied, tmp_path, monkeypatch, c
     shutil.copy(RESULTS / "online-fully-connected.json", copied)
     before = contents(copied)
     assert main(command) == 0  # beside runs of other images
-    assert "240 of 240 runs" in capsys.readouterr().out
+    assert "270 of 270 runs" in capsys.readouterr().out
     assert contents(copied) == before
     assert not (tmp_path / "cache").exists()
     assert main(["bench-online", "--rewrite", "--out", str(copied)]) == 2

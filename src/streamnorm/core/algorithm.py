@@ -24,7 +24,7 @@ from .statistics import (
 
 FULL = 256  # elements per statistic in a window from which on it counts whole
 POWER = 2 / 3  # a smaller one counts for its part of that to this power
-ALIKE = 16  # locations of a sample count for so many elements at most: neighbours are alike
+ALIKE = 8  # locations of a sample count for so many elements at most: neighbours are alike
 LARGE = 32  # locations per statistic, from which on a sample has a spread of its own
 OWN = 0.5  # of `short` of the gradients is a call's own, after a full window, if samples are large
 KEPT_NUMBERS = ("w", "accept", "weight_share", "window", "total", "own")  # of `Kept`, as a vector has them
