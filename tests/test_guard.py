@@ -84,7 +84,8 @@ def test_a_sample_with_statistics_of_its_own_goes_half_by_its_own_gradient(path,
     """In windows of several batches: beta2 is divided between `short` and the own gradient, and no more changes."""
     ours, papers = StreamingNorm(3), StreamingNorm(3, guard=False, eval_memory=64)
     with PATHS[path]():
-        assert same(train(ours, [[16, 16]], (3, 8, 4)), train(papers, [[16, 16]], (3, 8, 4)))  # is it full? Not known yet
+        first = [[16, 16]]  # is it full? Not known yet
+        assert same(train(ours, first, (3, 8, 4)), train(papers, first, (3, 8, 4)))
         papers.beta = (0.7, 0.15, 0.15)
         for a, b in zip(train(ours, windows, (3, 8, 4)), train(papers, windows, (3, 8, 4)), strict=True):
             torch.testing.assert_close(a, b)

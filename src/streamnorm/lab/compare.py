@@ -15,8 +15,7 @@ NETS = {
     "resnet-8": Run("resnet", Norm("none"), width=16, side=16),
     "convolutional-recurrent": Run("C", Norm("none"), width=16, unroll=(2, 2), side=16),
     "fully-connected": Run("A", Norm("none"), width=128),
-    # Gains begin with 0.5: a step adds up two norms, and squashes the sum.
-    "recurrent": Run("rows", Norm("none"), width=128, chunk=4, gain=0.5),
+    "recurrent": Run("rows", Norm("none"), width=128, chunk=4),
 }
 SIZES: tuple[Size, ...] = ((1, 1), (2, 1), (4, 1), (1, 32), (2, 16), (32, 1))
 FIRST: tuple[Size, ...] = ((2, 1), (1, 32))  # in the order of the work; the others follow
