@@ -223,7 +223,7 @@ class StreamingOracle:
         self.seen += new
         here = len({index[0] for found in own.members.values() for index in found})
         per_location = x.shape[1] if self.reference[1] == "all" else 1
-        unlike = min(new, 8 * here * per_location)  # locations of a sample are alike
+        unlike = min(new, 12 * here * per_location)  # locations of a sample are alike
         self.counted -= self.elements
         self.elements = max(self.elements + unlike if step == 0 else self.elements, unlike)  # a sequence counts once
         self.counted += self.elements

@@ -24,7 +24,7 @@ from .statistics import (
 
 FULL = 256  # elements per statistic in a window from which on it counts whole
 POWER = 2 / 3  # a smaller one counts for its part of that to this power
-ALIKE = 8  # locations of a sample count for so many elements at most: neighbours are alike
+ALIKE = 12  # locations of a sample count for so many elements at most: neighbours are alike
 LARGE = 32  # locations per statistic, from which on a sample has a spread of its own
 OWN = 0.5  # of `short` of the gradients is a call's own, after a full window, if samples are large
 KEPT_NUMBERS = ("w", "accept", "weight_share", "window", "total", "own")  # of `Kept`, as a vector has them
@@ -263,7 +263,6 @@ def window_share(config: Config, elements: Tensor, before: Tensor) -> Tensor:
 
 
 def _share(config: Config, elements: Tensor) -> Tensor:
-    """By how much a window of so many elements counts against a full one."""
     full = (elements == 0) | (not config.guard)  # 0: not known
     return torch.where(full, 1, (elements / FULL).clamp(max=1) ** POWER)
 

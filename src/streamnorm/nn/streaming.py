@@ -44,7 +44,7 @@ class StreamingNorm(Calls):
         warmup: elements per statistic for which the layer turns gradually from a layer norm into a streaming norm; 0
             switches that off. Not the paper's.
         guard: whether windows between weight updates with fewer than 256 elements per statistic count for less, and
-            pass on no longer a gradient than their own. Locations of one sample count for eight elements at most, and
+            pass on no longer a gradient than their own. Locations of one sample count for twelve elements at most, and
             a sequence counts once. Full windows follow the paper exactly, with one exception: after a full
             window, half of `short` in g_hat is the call's own gradient, if its samples have 32 locations or more per
             statistic and beta1 is not 0; with one call per update that changes nothing. Not the paper's.

@@ -40,7 +40,7 @@ inline float lerp(float from, float to, float share) {  // rounds as torch.lerp 
 
 const double FULL = 256;  // elements per statistic in a window from which on it counts whole
 const double POWER = 2.0 / 3;  // a smaller one counts for its part of that to this power
-const double ALIKE = 8;  // locations of a sample count for so many elements at most
+const double ALIKE = 12;  // locations of a sample count for so many elements at most
 const double LARGE = 32;  // locations from which on a sample has a spread of its own
 const float OWN = 0.5f;  // of `short` of the gradients is a call's own, after a full window, if its samples are large
 
